@@ -1,4 +1,4 @@
-"""The figures of real steps: pages as the pool counted them, rows and factors as the routing trace has them."""
+"""Statistics of real steps: pages as the pool counted them, rows and factors as the routing trace recorded them."""
 
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ FLAGS: Flags = {
     "moe-expert-rank-capacity-factor": 2.0,
     "log-interval": 1,
 }
-# Pools that are too small: pages are spilled, and tensors computed again.
+# The pools are too small: pages are spilled, and tensors are recomputed.
 LAYOUTS: dict[str, Flags] = {
     "experts": {"expert-model-parallel-size": 2, **stash(0.6, 0.2, page_size=4)},
     "stages": {
@@ -57,7 +57,7 @@ def test_figures_of_a_step_are_what_happened_in_it(tmp_path: Path, layout: str) 
         passes = first["rows"] | second["rows"] if layout == "stages" else first["rows"]
         assert passes == {layer: [ranks[0] for ranks in rows] for layer, rows in expected.items()}
         most = {layer: max(map(max, rows)) for layer, rows in expected.items()}
-        # What a plan says from the run's own trace is what the run counted.
+        # A plan from the run's own trace must predict the counts of the run.
         assert (needs.rows[step],) == pytest.approx(report.factors_needed)
         assert (needs.pages[step],) == pytest.approx(report.pool.factors_needed)
         places = [(0, 0), (1, 0)] if layout == "stages" else [(0, 0), (0, 1)]
@@ -71,12 +71,12 @@ def test_an_expert_rank_has_the_rows_of_all_its_tensor_ranks_in_a_balanced_step(
     flags: Flags = {"tensor-model-parallel-size": 2, "sequence-parallel": True, "expert-tensor-parallel-size": 2}
     argv = command_line({**read_bases()["moe"], **FLAGS, **flags, "global-batch-size": 1, **stash(1.0, page_size=4)})
     for rows, balanced_rows in run_on_ranks(_rows_of_step, 2, argv):
-        # All experts are on every rank, so that any routing is balanced.
+        # Every rank has all experts, so any routing is balanced.
         assert set(rows) == {balanced_rows}
 
 
 def _planned(argv: list[str], trace: Path) -> tuple[Walk, Needs]:
-    """Plans a run of two ranks from its own trace."""
+    """Plans a run of two ranks from the routing trace of that run."""
     args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", "2"]))
     run = planned_run(args, pretrain_gpt.model_provider)
     spans, guesses = traced_spans(read_routing(trace), run, num_groups=run.ranks.num_groups, seed=1)
@@ -85,18 +85,18 @@ def _planned(argv: list[str], trace: Path) -> tuple[Walk, Needs]:
 
 
 def _rows_by_rank(counts: list[Any], num_ranks: int) -> list[list[int]]:
-    """counts: [M][R][E] -> [M][ranks that share the experts]: rows of each."""
+    """Sums the rows of each rank. counts: [M][R][E] -> [M][ranks that share the experts]."""
     num_local = 4 // num_ranks
     sums = [[sum(column) for column in zip(*microbatch)] for microbatch in counts]
     return [[sum(row[rank * num_local : (rank + 1) * num_local]) for rank in range(num_ranks)] for row in sums]
 
 
 def _tokens_of_experts(counts: list[Any]) -> list[int]:
-    """counts: [M][R][E] -> [E]: the sum over micro-batches and ranks."""
+    """Sums over micro-batches and ranks. counts: [M][R][E] -> [E]."""
     return [sum(column) for column in zip(*(rank for microbatch in counts for rank in microbatch))]
 
 
-# On the ranks.
+# Functions that run on the ranks.
 
 
 def _figures_of_steps(argv: list[str]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Pools that one rank cannot have are no rank's; on two processes."""
+"""If one rank cannot allocate its pool, every rank raises the error; on two processes."""
 
 import pytest
 import torch
@@ -37,7 +37,7 @@ def test_a_pool_keeps_restored_memory_where_the_heap_does_not(
     monkeypatch.setattr("megatron.training.step.expert_memory.keep_cpu_heap", lambda: heap_is_kept)
     pool = open_pool(torch.device("cpu"), PoolLayout(64, 3), config=PagedStashConfig(moe_paged_stash=True))
     assert pool is not None
-    # The buffer itself is not held, so a pool that keeps it gives it out again.
+    # Each buffer is freed before the next call, so a pool that keeps memory returns the same memory again.
     addresses = {pool.restored.take(2**21).data_ptr() for _ in range(2)}
     kept = [len(buffers) for buffers in pool.restored._persistent.values()]
     assert kept == ([] if heap_is_kept else [1])

@@ -1,4 +1,4 @@
-"""What a rank holds from step to step, tensor by tensor, against the formula."""
+"""Persistent memory of a rank between steps, per tensor, against the formula."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from tests.distributed.optimizer_runs import PRECISE, Run
 from tests.harness import run_on_ranks
 
 NUM_PARAMS = 5 * 512 + 512 + 512 * 500 + 500 + 1
-# Bytes a parameter of buffers, and of optimizer state before it is spread.
+# Bytes per parameter of the buffers, and of the optimizer state before sharding.
 CASES = [
     (torch.float32, {}, 8, 8),
     (torch.bfloat16, {}, 6, 12),
@@ -21,7 +21,7 @@ CASES = [
 
 
 def held_and_planned(zero1):
-    """Returns for each case the bytes that outlive a step on this rank, and the formula's."""
+    """Returns for each case the bytes that persist after a step on this rank, and the bytes that the formula gives."""
     found = []
     for dtype, settings, *_ in CASES:
         torch.manual_seed(0)

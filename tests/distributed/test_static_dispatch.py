@@ -1,4 +1,4 @@
-"""Buffers of a fixed size between ranks: what the routing asked of them, against counts of all ranks' choices."""
+"""Fixed-size buffers between ranks: rows that a routing requires, against counts of all ranks' choices."""
 
 from dataclasses import replace
 
@@ -24,12 +24,12 @@ from tests.distributed.expert_layers import KINDS, build_layer, rank_inputs, run
 from tests.harness import run_on_ranks
 from tests.unit_tests.core.models.small_models import small_config
 
-# Expert ranks, and ranks that share an expert.
+# Expert-parallel ranks, and ranks that share an expert.
 LAYOUTS = [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2)]
 
 
 def on_rank(layout: tuple[int, int], alignments: list[int]) -> dict[tuple[str, str, int], list[float]]:
-    """By dispatcher, routing and alignment: see `demands`."""
+    """Returns the results of `demands` on this rank by dispatcher, routing and alignment."""
     parallel_state.initialize_model_parallel(
         expert_model_parallel_size=layout[0], expert_tensor_parallel_size=layout[1]
     )
@@ -56,7 +56,7 @@ def on_rank(layout: tuple[int, int], alignments: list[int]) -> dict[tuple[str, s
 
 
 def demands(dispatcher: MoEStaticTokenDispatcher, indices: Tensor) -> list[float]:
-    """What this rank needs and misses with a factor of 1; and misses with the largest factor that any rank needs."""
+    """Returns the factor this rank needs, and its missing rows with factor 1 and with the largest needed factor."""
 
     def dispatch(expert_indices: Tensor) -> RowDemand:
         ready = dispatcher.dispatch_preprocess(torch.ones(TOKENS, 3), expert_indices, torch.rand(TOKENS, TOPK))
@@ -72,7 +72,7 @@ def demands(dispatcher: MoEStaticTokenDispatcher, indices: Tensor) -> list[float
     return [number.item() for number in (before.factor_needed, before.rows_missing, after.rows_missing)]
 
 
-# Two ranks that share experts in two ways and three that do in one are every branch of four.
+# Two expert ranks, with and without shared experts, and three expert ranks cover every branch of four expert ranks.
 @pytest.mark.parametrize("layout", [*LAYOUTS[:3], soak_only(LAYOUTS[3]), LAYOUTS[4]])
 def test_a_dispatch_says_with_which_factor_nothing_would_be_lost(layout: tuple[int, int]) -> None:
     ranks, shards = layout[0] * layout[1], layout[1]
@@ -80,7 +80,7 @@ def test_a_dispatch_says_with_which_factor_nothing_would_be_lost(layout: tuple[i
     balanced = TOKENS * TOPK * shards
     per_rank = run_on_ranks(on_rank, ranks, layout, alignments)
     for kind, routing, alignment in per_rank[0]:
-        # Rows from each rank for each expert of one of the expert ranks.
+        # Rows that each rank sends to each expert of an expert rank.
         counts = [chosen_experts(rank, routing).flatten().bincount(minlength=EXPERTS) for rank in range(ranks)]
         wanted = torch.stack(counts).view(ranks, layout[0], -1).repeat_interleave(shards, dim=1)
         of_rank = ((wanted.sum(0) + alignment - 1) // alignment * alignment).sum(1)
@@ -94,7 +94,7 @@ def test_a_dispatch_says_with_which_factor_nothing_would_be_lost(layout: tuple[i
 
 @pytest.mark.parametrize("alignment", [1, 16])
 def test_no_row_behind_the_live_ones_counts_whatever_lies_there(alignment: int) -> None:
-    """TRAPS part 2, 5: forward, both gradients of each product and of the weights, with NaN in memory never written."""
+    """TRAPS part 2, 5: forward and all gradients of the grouped GEMMs ignore rows after the live ones, even if NaN."""
     for results in run_on_ranks(_with_and_without_poison, 2, alignment):
         for dispatcher, (plain, *others) in results.items():
             assert plain[0].isfinite().all() and len(plain) == 5, dispatcher
@@ -103,7 +103,7 @@ def test_no_row_behind_the_live_ones_counts_whatever_lies_there(alignment: int) 
 
 
 def _with_and_without_poison(alignment: int) -> dict[str, list[list[Tensor]]]:
-    """For each dispatcher output and gradients: as it is, with poison, and with poison and padded rows."""
+    """Returns each dispatcher's output and gradients: without poison, with poison, and with poison and padded rows."""
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     fields = {**KINDS["static"], "moe_expert_rank_capacity_factor": 2.0}
     results: dict[str, list[list[Tensor]]] = {}
@@ -114,7 +114,7 @@ def _with_and_without_poison(alignment: int) -> dict[str, list[list[Tensor]]]:
         found = results.setdefault(str(dispatcher), [])
         own = rank_row_layout(default_device())
         for is_poisoned, layout in ((False, own), (True, own), (True, padded_rank_rows)):
-            # Then torch fills memory that nobody has written yet with NaN.
+            # Makes torch fill uninitialized memory with NaN.
             torch.use_deterministic_algorithms(is_poisoned, warn_only=True)
             if isinstance(layer.token_dispatcher, MoEStaticAlltoAllTokenDispatcher):
                 layer.token_dispatcher.layout = layout

@@ -1,7 +1,7 @@
-"""What a training step costs beside its arithmetic: messages, reads of tensors by the host, operators and calls.
+"""Costs of a training step besides arithmetic: messages, reads of tensors by the host, operators and calls.
 
-Times would differ from machine to machine; these counts do not. `PYTHONPATH=. python tests/distributed/step_counts.py`
-prints them, and the functions called most.
+Times would differ between machines; these counts do not. `PYTHONPATH=. python tests/distributed/step_counts.py` prints
+them, and the functions with the most calls.
 """
 
 from collections import Counter
@@ -11,10 +11,10 @@ import pytest
 
 from tests.distributed.step_counts import StepCounts, counts_of
 
-# Messages apart from those of gradients and parameters, and why each is needed:
-# - StatisticsExchange: losses for the log, and whether any rank wants to stop; the ranks of all stages.
-# - agree_sync: whether every rank has launched the same reductions, before anyone waits for them.
-# - end_finished_sync: whether a rank has reset the iteration since, before anyone updates.
+# Collectives other than those of gradients and parameters, and why each is needed:
+# - StatisticsExchange: losses for the log, and whether any rank wants to stop, over the ranks of all stages.
+# - agree_sync: whether every rank has launched the same reductions, before any rank waits for them.
+# - end_finished_sync: whether a rank has reset the iteration meanwhile, before any rank updates.
 MESSAGES = {"allreduce_": 3}
 READS = {
     "_sum_sync": 1,  # losses
@@ -24,15 +24,16 @@ READS = {
     "read_norm_sync": 1,
     "run_step": 1,  # the loss scale, a tensor of the host
 }
-# Files that read the host's own tensors: of the batch, and of the rows of each expert, which a GPU splits itself.
+# Files that read tensors of the host: the batch, and the number of rows of each expert, which a GPU reads on the
+# device.
 ON_HOST = ("megatron/core/datasets/", "megatron/core/transformer/moe/grouped_gemm.py")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The messages of gradients, parameters and norms; limits of operators, of our functions' calls, and of all calls.
+    """Collectives of gradients, parameters and norms, and limits on operators, calls of our functions, and all calls.
 
-    operators, calls: with room for other versions of torch, whose functions they include.
+    operators, calls: include functions of torch, so the limits leave space for other versions of torch.
     """
 
     moves: dict[str, int]
@@ -45,22 +46,23 @@ EXPERT_PARALLEL = ("--expert-model-parallel-size", "2", "--moe-token-dispatcher-
 CASES = {
     (): Limits({"allreduce_": 1}, operators=650, own_calls=1330, calls=2300),
     ("--use-distributed-optimizer",): Limits(
-        # A reduce-scatter of two ranks is an exchange of halves, an all-gather two broadcasts; the norm is gathered.
+        # With two ranks, a reduce-scatter is an exchange of halves and an all-gather is two broadcasts; the norm is
+        # gathered.
         {"alltoall_base_": 1, "broadcast_": 2, "allgather_": 1},
         operators=650,
         own_calls=1355,
         calls=2350,
     ),
     EXPERT_PARALLEL: Limits(
-        # Of the layer: numbers of rows, and rows and their probabilities to the experts and back; backward repeats
-        # all but the first. The norm of experts is gathered.
+        # Per layer: numbers of rows, then rows and their probabilities to the experts and back. Backward repeats all of
+        # these except the numbers of rows. The norm of experts is gathered.
         {"allreduce_": 1, "alltoall_base_": 7, "allgather_": 1},
         operators=740,
         own_calls=1495,
         calls=2800,
     ),
 }
-# How many rows come from where, in each layer that exchanges them.
+# Each layer with an exchange reads how many rows it receives from each rank.
 READS_OF_LAYER = {EXPERT_PARALLEL: {"_splits_sync": 1}}
 
 
@@ -79,7 +81,7 @@ def test_a_step_walks_over_no_module_and_enters_no_range_of_a_profiler_that_is_o
     for counts in counts_of(["--use-distributed-optimizer"]):
         assert counts.calls_of("named_modules", "named_parameters", "_named_members", "named_children") == 0, counts
         ranges = [place for place in counts.calls.elements() if place[0].endswith("autograd/profiler.py")]
-        # Of torch's own DataLoader.
+        # Opened by torch's DataLoader.
         assert sum(name == "__enter__" for _, name in ranges) == 1, counts
         assert counts.calls_of("get_world_size", "get_process_group_ranks") == 0, counts
 

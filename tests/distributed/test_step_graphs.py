@@ -1,5 +1,7 @@
-"""A step that is captured once and replayed has the bits of the eager one, in every layout; what changes is captured
-anew, and what cannot be captured runs eagerly. On tapes, which do on the CPU what CUDA graphs do.
+"""A step captured once and replayed is bit-identical to the eager step in every layout.
+
+Changed steps are captured again, and steps that cannot be captured run eagerly. Tapes stand in for CUDA graphs on the
+CPU.
 """
 
 import itertools
@@ -32,7 +34,7 @@ from tests.functional_tests.case import Flags, read_bases
 from tests.functional_tests.merged_flags import merged_argv
 from tests.harness import run_on_ranks
 
-# The first step runs eagerly, the second is captured, the others are replayed.
+# The first step runs eagerly, the second is captured, and the remaining steps are replayed.
 RUN: Flags = {
     "micro-batch-size": 1,
     "train-iters": 4,
@@ -48,7 +50,7 @@ RESUMED: Flags = {"train-iters": 4}
 
 
 class Case(NamedTuple):
-    """ranks; the flags beyond a base of the functional tests; how often a step is captured, and graphs in the end."""
+    """One case: ranks, flags beyond a base of the functional tests, number of captures, and graphs at the end."""
 
     ranks: int
     base: str
@@ -60,7 +62,7 @@ class Case(NamedTuple):
 CASES = {
     "dropout": Case(1, "dense", {"bf16": True, **read_bases()["dropout"]}),
     "sequences": Case(2, "dense", {"context-parallel-size": 2}),
-    # One step of each new length runs eagerly, the next is captured.
+    # One step of each new length runs eagerly; the next step is captured.
     "growing batch": Case(
         1,
         "moe",
@@ -108,7 +110,7 @@ CASES = {
             "optimizer-cuda-graph": True,
         },
     ),
-    # Steps that are replayed find too few rows: they run again with more, and the next is captured anew.
+    # Replayed steps run out of rows. They rerun with more rows, and the next step is captured again.
     "void update": Case(
         2,
         "moe",
@@ -143,7 +145,7 @@ CASES = {
     ),
 }
 QUICK = ["sharded update"]
-# Each is part of a case above, of the one named after it.
+# Each case is part of the case above that its comment names.
 REPEATED = {
     "one loss a token": Case(2, "llama", {"calculate-per-token-loss": True}),  # update of stages
     "shards": Case(3, "dense", {"global-batch-size": 6, **OVERLAPPED_SMALL_BUCKETS}),  # sharded update
@@ -197,12 +199,12 @@ def test_graphs_and_old_pages_are_gone_when_new_pages_are_allocated(flags: Flags
     both = run_on_ranks(_growth, 2, {**flags, "cuda-graph-warmup-steps": 1})
     for num_alive, num_dropped in both:
         assert num_alive and set(num_alive) == {(0, 0)}
-        # At least one growth ended graphs that were there.
+        # At least one growth dropped existing graphs.
         assert max(num_dropped) > 0
 
 
 def _resumed(folder: str) -> tuple[Trained, Trained]:
-    """Without a stop and without graphs; stopped after step 2, and resumed, with graphs."""
+    """Returns an uninterrupted run without graphs, and a run with graphs that was stopped after step 2 and resumed."""
     case = CASES["void update"]
     eager = train_here(_argv(case, EAGER, RESUMED))
     saving: Flags = {**FULL, **case.flags, **RESUMED, "save": folder, "load": folder}
@@ -220,7 +222,7 @@ def test_a_run_resumed_with_graphs_has_the_bits_of_one_that_never_stopped(tmp_pa
 
 
 def _with_short_batches(run: TrainingRun) -> AbstractContextManager[None]:
-    """On rank 1 alone the batches of steps 3 and 4 are shorter."""
+    """Shortens the batches of steps 3 and 4 on rank 1."""
     batches = run.train_iterator
     assert batches is not None
 
@@ -268,7 +270,7 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_as_if_nothing_had_been_trie
 
 
 def _plans_of_all_states() -> None:
-    """Compares the plan of each state of two ranks with the one that follows from what both ranks know."""
+    """Compares the plan for each pair of states of two ranks with the plan expected from both states."""
     facts = [*itertools.product((False, True), repeat=3)]
     for everyone in itertools.product(facts, repeat=dist.get_world_size()):
         is_stale, is_warm, is_captured = everyone[dist.get_rank()]
@@ -301,7 +303,7 @@ def test_ranks_agree_on_the_plan_of_a_step_in_one_reduction_of_three_numbers() -
 
 
 def _messages_of_steps() -> list[Counter[str]]:
-    """Counts the collectives of an eager step, a captured one, and two replays, besides those of the passes."""
+    """Counts the collectives of an eager step, a captured one and two replays, without those of the passes."""
     run, counts = FullCudaGraphWrapper(lambda **_: [], 1, device=TapeGraphs()), list[Counter[str]]()
     for _ in range(4):
         with _Collectives() as collectives:
@@ -327,7 +329,7 @@ def test_a_step_of_a_whole_graph_sends_one_message_besides_its_passes() -> None:
 
 
 def _late_in_the_capture() -> str:
-    """Captures a step in which rank 1 has a gradient more than in the step before; returns what this rank is told."""
+    """Captures a step in which rank 1 has one more gradient than in the step before; returns this rank's error."""
     settings = DistributedDataParallelConfig(overlap_grad_reduce=True)
     model = DistributedDataParallel(ModelParallelConfig(), settings, nn.Linear(2, 2))
     num_backwards = iter([1, 1 + dist.get_rank()])
@@ -381,6 +383,7 @@ def test_graphs_are_bounded_and_the_last_used_ones_stay() -> None:
     run = FullCudaGraphWrapper(passes, 1, device=TapeGraphs(), max_graphs=2)
     for count in (1, 1, 2, 2, 3, 3, 2, 3, 1):
         run(data_iterator=None, num_microbatches=count)
-    # Each is warmed up and captured once, then replayed without Python; 1 had to go, and is captured again.
+    # Each count is warmed up and captured once, then replayed without Python. The graph of 1 was evicted and is
+    # captured again.
     assert ran == [1, 1, 2, 2, 3, 3, 1]
     assert run.num_graphs == 2

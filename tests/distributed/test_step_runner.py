@@ -28,9 +28,9 @@ from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.functional_tests.expectations import assert_same_checkpoint
 from tests.harness import run_on_ranks
 
-# Steps 1 to 3, and two batches of an evaluation after 2. Each run of passes has a number, those that are void and run
-# again included: the first step twice running, the step before a save, both batches, and the last step, in which rank 1
-# gets a signal to stop.
+# Steps 1 to 3, and two batches of an evaluation after step 2. Each attempt at a step or evaluation batch has a number,
+# discarded attempts included: two attempts of the first step in succession, the step before a save, both batches, and
+# the last step, in which rank 1 receives a signal to stop.
 VOID: dict[int, Collection[int]] = {0: {1}, 1: {0}, 3: {0, 1}, 5: {1}, 7: {0}, 8: {1}, 10: {0}}
 NUM_RUNS, STOPPED_AT = 12, 3
 RUN: Flags = {
@@ -46,7 +46,7 @@ RUN: Flags = {
 }
 LAYOUTS: dict[str, tuple[int, Flags]] = {
     "experts": (2, {"expert-model-parallel-size": 2, **OVERLAPPED_SMALL_BUCKETS}),
-    # The sharded copies of experts and the rest have groups of their own.
+    # The sharded replicas of experts and of the other parameters use separate groups.
     "copies of experts": (4, {"expert-model-parallel-size": 2, "global-batch-size": 8, **OVERLAPPED_SMALL_BUCKETS}),
     "stages": (
         2,
@@ -67,7 +67,10 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
 
 
 class PlannedMemory:
-    """Says that the runs of passes in `void` were void on the ranks there. may_grow: what growing ends in otherwise."""
+    """Reports attempts as overflowed on the ranks that `void` lists.
+
+    may_grow: if False, an overflow ends the run with an error.
+    """
 
     def __init__(self, void: Mapping[int, Collection[int]], *, may_grow: bool = True) -> None:
         self.void, self.may_grow = void, may_grow
@@ -96,9 +99,9 @@ class PlannedMemory:
 
 
 class Script(Callback):
-    """A script that draws numbers before and in reading, takes its batches apart, and computes NaN in void passes.
+    """A script that draws random numbers before and while reading, empties its batches, and computes NaN if discarded.
 
-    seen: what the run reported.
+    seen: reports of the run.
     """
 
     def __init__(self, memory: PlannedMemory | None) -> None:
@@ -138,7 +141,7 @@ def _drawing(batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]
 
 
 def _train(argv: list[str], memory: PlannedMemory | None) -> Any:
-    """What this rank saw of a run, where it stood in the end, and what it would have read next."""
+    """Returns what this rank recorded of a run, its final state, and the batch it would have read next."""
     script = Script(memory)
 
     def act(run: TrainingRun) -> Any:
@@ -150,7 +153,7 @@ def _train(argv: list[str], memory: PlannedMemory | None) -> Any:
 
 
 def _train_twice(argv: list[str], folder: str) -> None:
-    """With nothing to lose, and with void passes in between."""
+    """Compares a run without overflow with a run that discards and retries attempts."""
     memory = PlannedMemory(VOID)
     plain = _train([*argv, "--save", f"{folder}/plain"], None)
     rerun = _train([*argv, "--save", f"{folder}/rerun"], memory)
@@ -159,8 +162,8 @@ def _train_twice(argv: list[str], folder: str) -> None:
     assert [line for line in memory.log if line != "ended"] == [f"grown at {at}" for at in (1, 1, 2, 2, 2, 2, 3)]
 
 
-# "copies of experts" has the groups of "experts" and of "replicas", which test that all ranks retry a step that
-# overflows on one.
+# "copies of experts" combines the groups of "experts" and "replicas", which check that all ranks retry a step that
+# overflows on one rank.
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [slow("experts"), slow("stages"), slow("replicas"), soak_only("copies of experts")])
 def test_steps_that_were_void_and_ran_again_leave_no_trace(layout: str, tmp_path: Path) -> None:
@@ -202,11 +205,11 @@ def test_a_step_that_stays_void_ends_all_ranks_and_saves_nothing(tmp_path: Path)
 
 
 class BrokenOffError(Exception):
-    """What a script catches in a step."""
+    """An error that a script catches during a step."""
 
 
 def _break_next_pass(run: TrainingRun, where: str, error: type[BaseException]) -> None:
-    """The second layer's forward, or the first one's backward, raises once."""
+    """Makes the second layer's forward, or the first layer's backward, raise once."""
     first, second = unwrap_model(run.model)[0].decoder.layers
 
     def fail(*unused: Any) -> None:
@@ -219,7 +222,7 @@ def _break_next_pass(run: TrainingRun, where: str, error: type[BaseException]) -
 
 
 def _train_over_error(argv: list[str], where: str | None, error: type[BaseException] = BrokenOffError) -> Any:
-    """Three steps; the second raises in its passes, and is made again after what docs tell a script to do."""
+    """Runs three steps. The second raises in its passes and is retried as the docs tell a script to do."""
     with started_run(argv) as run:
         reports = [comparable(run_step(run)[0])]
         assert run.train_iterator is not None and isinstance(run.steps.memory, ExpertMemory)

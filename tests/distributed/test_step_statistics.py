@@ -1,4 +1,4 @@
-"""What ranks tell each other once a step: mean losses, the wish to stop, and where a loss was not finite."""
+"""Values that ranks exchange once per step: mean losses, requests to stop, and where a loss was not finite."""
 
 import argparse
 from unittest.mock import patch
@@ -24,7 +24,7 @@ gather = dist.all_gather_object
 
 
 def statistics_of_uneven_ranks() -> StepStatistics:
-    """Rank r has r tokens of loss r in each of two microbatches; rank 1 is out of time, rank 2 got a signal."""
+    """Exchanges r tokens of loss r from rank r, twice; rank 1 is out of time, and rank 2 received a signal."""
     rank = dist.get_rank()
     report = {
         "lm loss": torch.tensor([float(rank * rank), float(rank)]),
@@ -38,7 +38,7 @@ def statistics_of_uneven_ranks() -> StepStatistics:
 
 
 def report_nan_on_one_rank() -> None:
-    """Microbatch 1 of rank 2 has no number for a loss."""
+    """Reports NaN as a loss of microbatch 1 on rank 2."""
     values = [1.0, float("nan") if dist.get_rank() == 2 else 1.0]
     raise_non_finite_loss([{"lm loss": torch.tensor([v, 1.0])} for v in values], dist.group.WORLD, iteration=7)
 
@@ -58,9 +58,10 @@ def test_error_names_rank_and_microbatch_on_every_rank() -> None:
 
 
 def statistics_of_layers() -> StepStatistics:
-    """Layers 1 and 3 of 3 have experts; rank r saw r tokens more at expert 1, and a loss of r in one microbatch.
+    """Exchanges losses and loads of layers 1 and 3 of 3, which have experts.
 
-    Rank 1 had rows over budget; it and rank 2 ran out of pages.
+    Rank r counts r more tokens at expert 1, and a loss of r in one microbatch. Rank 1 had rows over budget; ranks 1 and
+    2 ran out of pages.
     """
     recorder, rank = AuxLossRecorder(3, torch.device("cpu"), num_experts=2), dist.get_rank()
     for layer in (1, 3):
@@ -84,7 +85,7 @@ def test_layers_are_told_apart_and_exit_reasons_stay_what_they_are() -> None:
 
 
 class _Recording(nn.Module):
-    """Two layers with two experts each, whose losses are not to be logged by layer."""
+    """Two layers with two experts each, whose losses are not logged per layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -104,7 +105,7 @@ def test_loads_are_those_of_the_step_and_travel_when_they_are_asked_for() -> Non
 
 
 def statistics_of_stages() -> list[StepStatistics]:
-    """Ranks 2 and 3 are the last stage, which knows the losses; rank 1 was told to stop. Twice, then an evaluation."""
+    """Exchanges two steps and an evaluation. Ranks 2 and 3, the last stage, know the losses; rank 1 must stop."""
     rank, exchange, gathered = dist.get_rank(), StatisticsExchange(dist.group.WORLD), []
     with patch.object(dist, "all_gather_object", lambda *args, **kwargs: gathered.append(gather(*args, **kwargs))):
         totals = {"z_loss": torch.tensor([1.0 + rank, 1.0], dtype=torch.float64)}
@@ -115,7 +116,7 @@ def statistics_of_stages() -> list[StepStatistics]:
         ]
         evaluation = {"other": torch.ones(2), "masked": torch.zeros(2), **loss} if rank > 1 else {}
         steps.append(exchange.reduce_sync({name: total.double() for name, total in evaluation.items()}))
-    assert len(gathered) == 2, "names are exchanged where there are new ones"
+    assert len(gathered) == 2, "names must be exchanged only if they are new"
     return steps
 
 

@@ -1,4 +1,4 @@
-"""Stored weights and optimizer state do not depend on ranks or stages; resumed runs continue bit for bit."""
+"""Stored weights and optimizer state do not depend on ranks or stages, and resumed runs are bit-identical."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +23,7 @@ STEPS = 3
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("base", "axis"),
-    # Query groups are split like heads; test_checkpoints_of_layouts.py covers them.
+    # Query groups are split in the same way as heads; test_checkpoints_of_layouts.py covers them.
     [("dense", "tensor"), ("dense", "pipeline"), soak_only("llama", "tensor")],
 )
 def test_a_checkpoint_of_any_number_of_ranks_loads_on_any_other(base: str, axis: str, tmp_path: Path) -> None:
@@ -33,7 +33,7 @@ def test_a_checkpoint_of_any_number_of_ranks_loads_on_any_other(base: str, axis:
     if axis == "pipeline":
         flags |= {"num-layers": 4}
     states = []
-    # Written by two ranks, read and written by one, read and written by four, read by two.
+    # Written by two ranks, read and rewritten by one, read and rewritten by four, and read by two.
     for step, size in enumerate((2, 1, 4, 2)):
         # The first two stages have two chunks each.
         chunks: Flags = {"num-virtual-stages-per-pipeline-rank": 2} if axis == "pipeline" and step == 0 else {}
@@ -45,7 +45,7 @@ def test_a_checkpoint_of_any_number_of_ranks_loads_on_any_other(base: str, axis:
         assert state.keys() == trained.keys()
         assert [name for name in state if not torch.equal(state[name], trained[name])] == []
     assert not torch.equal(initial["decoder.final_layernorm.weight"], trained["decoder.final_layernorm.weight"])
-    # Initial weights, which depend only on the seed.
+    # Initial weights must depend only on the seed.
     for before, _ in states[1:]:
         assert [name for name in initial if not torch.equal(before[name], initial[name])] == []
 
@@ -64,7 +64,7 @@ def _argv(base: str, flags: Flags, *, load: Path | None = None) -> list[str]:
 
 
 def _state_of(argv: Sequence[str], train: bool) -> tuple[list[Box], list[Box]]:
-    """Returns initial weights, and weights and optimizer state after the first steps or as loaded; saves."""
+    """Trains and saves, or loads and saves again; returns initial weights, and final weights and optimizer state."""
     at_load = argv.index("--load") if "--load" in argv else len(argv)
     with started_run([*argv[:at_load], *argv[at_load + 2 :]]) as run:
         initial = boxes_of_weights(run)

@@ -1,4 +1,4 @@
-"""Layers and mappings split over three ranks agree with one process in fp64: values, gradients, pieces, refusals."""
+"""Layers and mappings split over three ranks agree with one process in fp64: values, gradients, shards and errors."""
 
 from collections.abc import Callable
 from itertools import product
@@ -42,7 +42,7 @@ def _compare_layers() -> None:
 
 
 def _compare_whole_activations(group: Any) -> None:
-    """Layers between which every rank has all columns; and logits, which a model gathers on demand."""
+    """Compares layers with whole activations on every rank, and logits that a model gathers on demand."""
     config = small_config(params_dtype=torch.float64)
     shared: dict[str, Any] = {"config": config, "init_method": config.init_method, "tp_group": group}
     tp.model_parallel_cuda_manual_seed(7, tp_rank=dist.get_rank())
@@ -74,7 +74,7 @@ def _compare_whole_activations(group: Any) -> None:
 
 
 def _compare_linears(group: Any, *, sequence_parallel: bool) -> None:
-    """column -> row with the row's bias added inside, against two whole layers."""
+    """Compares a column-parallel and a row-parallel layer, which adds its bias, with two unsplit layers."""
     config = small_config(params_dtype=torch.float64)
     config.sequence_parallel = sequence_parallel
     shared: dict[str, Any] = {"config": config, "init_method": config.init_method}
@@ -97,7 +97,7 @@ def _compare_linears(group: Any, *, sequence_parallel: bool) -> None:
     output, skipped = layers[1](layers[0](input_)[0].square())
     assert skipped is None
     torch.testing.assert_close(output, own(expected.detach()), rtol=1e-12, atol=1e-12)
-    # What is kept of a split sequence is this rank's part.
+    # For a split sequence, only this rank's part is saved for backward.
     kept = [saved.shape for saved in layers[0](input_)[0].grad_fn.saved_tensors]
     assert kept == [input_.shape, layers[0].weight.shape]
     with _recorded_order() as order:
@@ -120,7 +120,10 @@ def test_layers_under_autocast_agree_with_torchs_linear_under_it(ranks: int) -> 
 
 
 def _compare_under_autocast() -> None:
-    """fp32 weights, with and without an owner of their gradients; bf16 products, of which the ranks round sums."""
+    """Compares layers with fp32 weights, with and without a gradient buffer, under bf16 autocast.
+
+    With several ranks, partial sums are rounded to bf16.
+    """
     tolerance = {"rtol": 0.0, "atol": 0.0} if dist.get_world_size() == 1 else {"rtol": 0.05, "atol": 0.05}
     for sequence_parallel, is_wrapped in product((False, True), repeat=2):
         config = small_config(perform_initialization=False, gradient_accumulation_fusion=True)
@@ -155,7 +158,7 @@ def _compare_under_autocast() -> None:
 
 
 class _recorded_order:
-    """What one backward of a split linear layer does, in order."""
+    """Records the order of operations in the backward of a split linear layer."""
 
     def __enter__(self) -> list[str]:
         self.order: list[str] = []
@@ -227,7 +230,7 @@ def test_mappings_are_each_others_gradients() -> None:
 def _compare_mappings() -> None:
     group, rank = dist.group.WORLD, dist.get_rank()
     generator = torch.Generator().manual_seed(4)
-    # Every rank knows all ranks' inputs and gradients, so that it can say what each function must give.
+    # Every rank knows all ranks' inputs and gradients, so it can compute the expected result of each function.
     x = torch.randn(RANKS, SEQ, BATCH, IN, dtype=torch.float64, generator=generator)
     g = torch.randn(RANKS, SEQ, BATCH, IN, dtype=torch.float64, generator=generator)
     first, last = (lambda t: part_of(t, group, dim=0)), (lambda t: part_of(t, group, dim=-1))
@@ -247,7 +250,7 @@ def _compare_mappings() -> None:
     ]
     for function, inputs, grads, output, grad in cases:
         own = inputs[rank].clone().requires_grad_()
-        # No ranks to speak of: the same tensor comes back.
+        # Without a group there is one rank, so the function returns the same tensor.
         assert function(own) is own
         result = function(own, group=group)
         result.backward(grads[rank])
@@ -345,7 +348,7 @@ def _compare_special_layers() -> None:
         for piece in layer.logical_pieces("")["weight"]:
             box = tuple(slice(o, o + n) for o, n in zip(piece.global_offset, piece.shape, strict=True))
             assert torch.equal(piece.view_of(layer.weight.detach()), layer.master_weight[box])
-    # As gate over up: this rank's rows are of the upper and of the lower half.
+    # As for gate and up projections: this rank holds rows of the upper and of the lower half.
     halves = column.master_weight.chunk(2)
     assert torch.equal(column.weight, torch.cat([part_of(half, group, dim=0) for half in halves]))
     x = torch.randn(SEQ, IN, dtype=torch.float64, generator=torch.Generator().manual_seed(5)).requires_grad_()
@@ -376,7 +379,7 @@ def _copy_pieces(layers: list[Any], wholes: list[nn.Linear]) -> None:
 
 
 def _own_piece(layer: nn.Module, name: str, whole: Tensor | None) -> Tensor:
-    """This rank's part of a whole tensor, as the layer's logical pieces have it."""
+    """Returns this rank's part of a whole tensor, as given by the layer's logical pieces."""
     assert whole is not None
     (piece,) = model_logical_pieces(layer)[name]
     assert piece.global_shape == tuple(whole.shape)

@@ -8,7 +8,8 @@ from tests.counts import slow, soak_only
 from tests.distributed.parity import WholeRun, assert_same_run, run_layout
 from tests.functional_tests.case import Flags
 
-# By what they split besides: biases and tied embeddings; groups of queries, gates, head norms and sinks.
+# Features that are split in addition to the layers: biases and tied embeddings; query groups, gates, head norms and
+# sinks.
 MODELS: dict[str, Flags] = {
     "dense": {"add-qkv-bias": True},
     "llama": {
@@ -18,14 +19,14 @@ MODELS: dict[str, Flags] = {
         "softmax-type": "learnable",
     },
 }
-# With norms and first weights that are not the default.
+# Norms and initial weights that differ from the default.
 STARTS: Flags = {
     "apply-layernorm-1p": True,
     "qk-layernorm": True,
     "init-method-xavier-uniform": True,
     "embedding-init-method-std": 0.05,
 }
-# What changes the numbers, and what must not.
+# Flags that change the numbers, and flags that must not.
 FEATURES: dict[str, tuple[Flags, Flags]] = {
     "recomputed parts": (
         {"window-size": "5,0", "softmax-type": "learnable"},
@@ -53,7 +54,7 @@ FEATURES: dict[str, tuple[Flags, Flags]] = {
         ("llama", 2, 2, False),
         slow("dense", 4, 4, True),
         slow("llama", 4, 2, True),
-        # Other pairs of the models and layouts above: the cases above hold each of both.
+        # Other pairs of the models and layouts above; the cases above cover each model and each layout.
         soak_only("dense", 2, 2, False),
         soak_only("dense", 2, 2, True),
         soak_only("llama", 2, 2, True),
@@ -73,7 +74,8 @@ def test_training_agrees_with_one_process(base: str, ranks: int, tp: int, sequen
         ("recomputed parts", True),
         slow("recomputed layers", False),
         slow("offloaded parts", True),
-        # The other setting of sequence parallelism for each feature: test_training_agrees_with_one_process has both.
+        # Each feature with the other setting of sequence parallelism; test_training_agrees_with_one_process covers
+        # both.
         soak_only("recomputed parts", False),
         soak_only("recomputed layers", True),
         soak_only("offloaded parts", False),
@@ -82,7 +84,7 @@ def test_training_agrees_with_one_process(base: str, ranks: int, tp: int, sequen
 def test_memory_saving_changes_nothing_in_split_layers(feature: str, sequence: bool) -> None:
     numbers, memory = FEATURES[feature]
     layout: Flags = {"tensor-model-parallel-size": 2, "sequence-parallel": sequence}
-    # One microbatch; several are in test_training_agrees_with_one_process.
+    # One microbatch; test_training_agrees_with_one_process covers several.
     flags = {**MODELS["dense"], **numbers, "global-batch-size": 2}
     assert_same_run(run_layout("dense", 2, {**flags, **memory, **layout}), run_layout("dense", 1, flags))
 

@@ -1,4 +1,4 @@
-"""Dropout in split layers: what each rank has for itself it drops by itself, what all have they drop alike."""
+"""Dropout in split layers: ranks drop independently in their own parts and identically in replicated tensors."""
 
 from typing import Any
 
@@ -20,14 +20,14 @@ RANKS = 2
 @pytest.mark.parametrize("sequence", [False, True])
 def test_ranks_drop_their_own_heads_and_tokens_apart_and_what_they_share_alike(sequence: bool) -> None:
     whole_parts, heads = zip(*run_on_ranks(_dropped, RANKS, sequence))
-    # Embeddings and residual streams of equal tokens: zeros stand where they were dropped.
+    # All tokens are equal in embeddings and residual streams, so zeros mark dropped elements.
     for name, first in whole_parts[0].items():
         assert torch.equal(first, whole_parts[1][name]) != sequence, name
     assert not torch.equal(heads[0], heads[1])
 
 
 def _dropped(sequence: bool) -> tuple[dict[str, Tensor], Tensor]:
-    """Activations of a model in which all tokens, and all heads, are alike but for dropout."""
+    """Returns activations of a model in which all tokens and all heads are equal except for dropout."""
     model = _model(sequence, hidden_dropout=0.5, attention_dropout=0.5)
     seen: dict[str, Tensor] = {}
     layer: Any = model.decoder.layers[0]

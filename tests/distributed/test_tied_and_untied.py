@@ -1,4 +1,4 @@
-"""Loads between tied and untied vocabulary weights: one weight becomes two, and two equal ones become one.
+"""Loads between tied and untied vocabulary weights: one weight becomes two, and two equal weights become one.
 
 test_any_layout_to_any covers random layouts.
 """
@@ -30,7 +30,7 @@ OUTPUT = "output_layer.weight"
 
 
 def _steps(flags: Flags, number: int, *, change: Callable[[TrainingRun], None] | None = None) -> list[dict[str, Any]]:
-    """Returns the reports of that many steps, and saves a checkpoint if the flags do."""
+    """Trains `number` steps and returns their reports; saves a checkpoint if the flags ask for one."""
     with started_run(command_line({**FLAGS, **flags})) as run:
         reports = train_steps(run, number)
         if change is not None:
@@ -61,7 +61,7 @@ def _split_and_join(folder: Path) -> None:
     _steps({"save": one}, STEPS)
     whole = _steps({"load": one}, STEPS)
     _steps({**UNTIED, "load": one, "save": two}, 0)
-    # Joining restores the original weight, also on stages, which hold a copy of it.
+    # Merging the weights restores the original weight, also on pipeline stages, which have a copy of it.
     assert _steps({"load": two}, STEPS) == whole
     split, staged = (_steps({**UNTIED, "load": one, **more}, STEPS) for more in ({}, STAGES))
     assert split[0]["losses"] == whole[0]["losses"] and split[1]["losses"] != whole[1]["losses"]

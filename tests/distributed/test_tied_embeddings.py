@@ -1,4 +1,4 @@
-"""TRAPS B9: a tied embedding has a copy on the first and on the last stage, and training keeps them one weight."""
+"""TRAPS B9: a tied embedding has a copy on the first and the last stage, and training keeps both copies equal."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ from tests.unit_tests.core.models.small_models import small_config, small_model
 from tests.unit_tests.core.optimizer.reference import wrap
 
 STEPS = long_count(3, soak=20)
-# Adam in fp64, with everything that could pull the copies apart: decay, clipping, a rate of their own.
+# Adam in fp64, with all settings that could make the copies differ: decay, clipping, a separate learning rate.
 TRAINING: Flags = {
     **FLAGS,
     "num-layers": 4,
@@ -43,7 +43,7 @@ TRAINING: Flags = {
     "clip-grad": 0.5,
     "decoupled-lr": 0.02,
 }
-# Where the copies lie in buffers and shards differs between the ends.
+# The copies have different offsets in the buffers and shards of the two stages.
 MODES: list[Flags] = [
     {},
     {
@@ -72,7 +72,7 @@ def test_b9_both_copies_stay_bit_equal_and_equal_to_one_process(stages: int, cop
 
 
 def _summed_in_fp32(use_distributed_optimizer: bool) -> Tensor:
-    """The fp32 gradient of a table on two stages, of which the stage of rank r had r + 1."""
+    """Returns the fp32 gradient of a table on two stages, where the stage of rank r contributes r + 1."""
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=2)
     table = nn.Linear(64, 2, bias=False, dtype=torch.bfloat16)
     mark_shared(table.weight, is_copy=dist.get_rank() == 1)
@@ -97,7 +97,7 @@ def test_both_copies_get_the_sum_where_gradients_add_up_in_fp32_beside_a_bf16_bu
 
 
 def _tables(argvs: list[list[str]]) -> list[Tensor]:
-    """This rank's copies of the vocabulary's table after training, of each run in turn."""
+    """Returns this rank's copies of the vocabulary table after training, for each run in turn."""
     return [table for argv in argvs for table in _tables_of_a_run(argv)]
 
 
@@ -119,7 +119,7 @@ def test_b9_the_copy_starts_as_its_owner_and_trains_if_the_owner_does(frozen_on:
 
 
 def _wrapped_ends(frozen_on: int) -> tuple[Tensor, bool]:
-    """A tied weight that a method of the user's draws, from a seed of each stage's own, and freezes at one end."""
+    """Builds a tied weight with a custom init method, seeded differently per stage, and freezes it on one stage."""
     parallel_state.initialize_model_parallel(1, 2)
     groups, rank = parallel_state.get_process_groups(), dist.get_rank()
     config = small_config(pipeline_model_parallel_size=2, init_method=lambda weight: weight.uniform_(-1, 1))
@@ -140,8 +140,8 @@ def _table(model: nn.Module) -> nn.Parameter:
     return next(param for name, param in model.named_parameters() if name in TABLES)
 
 
-# One key each for: the first stage alone, the owner's name and something of the last stage, the copy's own parameter
-# through an attribute that only the owner has, experts of the last stage alone.
+# Keys that match on one stage only: a layer of the first stage; the owner's name and a module of the last stage; the
+# copy's parameter, through an attribute that only the owner has; and experts of the last stage.
 OVERRIDES = {
     ParamKey(name="decoder.layers.0.*"): ParamGroupOverride(lr_mult=0.5),
     ParamKey(name=("*word_embeddings.weight", "*final_layernorm*")): ParamGroupOverride(wd_mult=3.0),
@@ -172,7 +172,7 @@ def _train_with_overrides(argv: list[str]) -> list[Box]:
         return boxes_of_weights(run)
 
 
-# By key and override; the second is a mistake on one stage alone.
+# By key and override; the second is an error on one stage only.
 MISTAKES = {
     (ParamKey(name="*.nothing"), ParamGroupOverride(lr_mult=2.0)): r"name='\*.nothing'.* matches no parameter",
     (ParamKey(name="*layers.1.*"), ParamGroupOverride(min_lr=9.0)): "min_lr is 9.0: must be at most max_lr",

@@ -1,4 +1,4 @@
-"""docs/tour.md lists each function on the ways of a token and of an activation, and they stay as short as they are."""
+"""docs/tour.md lists each function on the paths of a token and an activation, and the paths do not get longer."""
 
 import pytest
 
@@ -6,14 +6,14 @@ from tests.distributed.token_walk import Buffers, report, trace_activation, trac
 from tests.distributed.walks import lines, paths
 from tests.structure.tour import differences
 
-# Files of megatron.core that are entered. Lower them with the code; a new file on a way needs a reason.
+# Numbers of files of megatron.core that are entered. Lower them when the code shrinks; a new file needs a reason.
 FILES = {Buffers.DYNAMIC: 15, Buffers.STATIC: 17, Buffers.STASH: 24}
 FILES_OF_ACTIVATION = 8
 
 
 @pytest.fixture(scope="module")
 def tokens():
-    """What the first rank enters, by kind of buffers."""
+    """Returns the functions that the first rank enters, by kind of buffers."""
     return {buffers: trace_token(buffers)[0] for buffers in Buffers}
 
 
@@ -32,18 +32,18 @@ def test_a_saved_activation_enters_no_more_files_than_before(activation):
 
 
 def test_the_tour_lists_each_function_that_a_token_enters(tokens):
-    """`PYTHONPATH=. python tests/distributed/print_walk.py token` prints the lines of the page."""
+    """Checks the page. `PYTHONPATH=. python tests/distributed/print_walk.py token` prints its lines."""
     missing = differences("A token through an expert layer and back", lines(tokens[Buffers.DYNAMIC]))
     assert not missing, missing
 
 
 def test_the_tour_lists_each_function_that_a_token_enters_with_a_stash(tokens):
-    """`PYTHONPATH=. python tests/distributed/print_walk.py stash` prints the lines of the page."""
+    """Checks the page. `PYTHONPATH=. python tests/distributed/print_walk.py stash` prints its lines."""
     missing = differences("A token through static buffers and the stash", without_activation(tokens[Buffers.STASH]))
     assert not missing, missing
 
 
 def test_the_tour_lists_each_function_that_a_saved_activation_enters(activation):
-    """`PYTHONPATH=. python tests/distributed/print_walk.py activation` prints the lines of the page."""
+    """Checks the page. `PYTHONPATH=. python tests/distributed/print_walk.py activation` prints its lines."""
     missing = differences("A saved activation into pages and back", lines(activation))
     assert not missing, missing

@@ -1,7 +1,7 @@
-"""TorchFullyShardedDataParallel over one module: gradients, loading, refusals; hooks (TRAPS B27: ANCHORS, finding 6),
-kept parameters (TRAPS B36: ANCHORS, finding 7).
+"""TorchFullyShardedDataParallel on one module: gradients, loading, errors, hooks and parameters kept gathered.
 
-Training through the program is in test_torch_fsdp2_training.
+See TRAPS B27 (ANCHORS, finding 6) and TRAPS B36 (ANCHORS, finding 7). test_torch_fsdp2_training covers the training
+program.
 """
 
 from collections import Counter
@@ -58,7 +58,7 @@ def _modes(bf16: bool, net: dict[str, bool]) -> list[list[Loss]]:
 
 
 NETS: list[dict[str, bool]] = [{}, {"tied": True}, {"recompute": True}]
-# Each model, and each number of ranks but four, which only adds ranks.
+# Covers each model, and each number of ranks except four, which adds only ranks.
 ALWAYS = [(1, NETS[0]), (2, NETS[1]), (3, NETS[2])]
 
 
@@ -77,7 +77,7 @@ def test_training_has_the_bits_of_ddp(ranks: int, net: dict[str, bool]) -> None:
 def _accumulate() -> None:
     for is_reduced in (True, False):
         kept = wrap_net(Net())
-        # By anybody, on torch's module.
+        # A user may set this on torch's module directly.
         kept.module.set_reshard_after_backward(False)
         plain = train_losses(wrap_net(Net()), microbatches=2, is_reduced=is_reduced)
         assert train_losses(kept, microbatches=2, is_reduced=is_reduced) == plain
@@ -95,7 +95,7 @@ def _foreign_steps(kept: bool, make: Callable[..., torch.optim.Optimizer], optio
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
     for _ in range(STEPS):
-        # Neither finish_grad_sync nor note_update: whoever steps knows nothing of the wrapper.
+        # Calls neither finish_grad_sync nor note_update, like an optimizer that does not know the wrapper.
         optimizer.zero_grad()
         loss = loss_of_words(wrapped, generator)
         loss.backward()
@@ -105,7 +105,7 @@ def _foreign_steps(kept: bool, make: Callable[..., torch.optim.Optimizer], optio
 
 
 class ByHand:
-    """An optimizer that no class of torch's is behind."""
+    """An optimizer that does not derive from a torch class."""
 
     def __init__(self, params: Any, lr: float) -> None:
         self.params, self.lr = list(params), lr
@@ -137,7 +137,7 @@ def _loads(assign: bool) -> tuple[bool, bool, list[Loss]]:
     wrapped, other = wrap_net(Net()), wrap_net(Net())
     params = list(wrapped.parameters())
     generator = torch.Generator().manual_seed(3)
-    # Root's parameters stay gathered.
+    # The root's parameters stay gathered.
     before = loss_of_words(wrapped, generator)
     with torch.no_grad():
         for param in other.parameters():
@@ -176,7 +176,7 @@ def _hooks() -> None:
         finalize_model_grads([wrapped])
         seen = counted.take()
         assert Counter(seen) == once
-        # Layers from the last, the model's own at the end.
+        # Hooks run from the last layer to the first, then for the root's parameters.
         units = list(dict.fromkeys(name.split(".")[1] for _, name in seen if "layers" in name))
         assert units == ["2", "1", "0"] and seen[-1][0] == "after"
 
@@ -225,7 +225,7 @@ def _stepped(in_hooks: bool) -> list[float]:
             wrapped.register_post_accumulate_grad_hook(param, step)
     generator = torch.Generator().manual_seed(dist.get_rank())
     losses = []
-    # One more than the schedule needs for a lower rate.
+    # One step more than the schedule takes to lower the rate.
     for _ in range(STEPS):
         wrapped.zero_grad_buffer()
         loss = loss_of_words(wrapped, generator)
@@ -309,11 +309,11 @@ def test_units_are_the_classes_or_modules_that_are_given_and_change_no_bit() -> 
 
 
 class _Marked:
-    """A base class that says something of a module."""
+    """A base class that `_Odd` lists first."""
 
 
 class _Odd(_Marked, nn.Linear):
-    """A module that names it first."""
+    """A module whose first base class is not an nn.Module."""
 
 
 def _refusals() -> list[str]:
@@ -372,5 +372,5 @@ def test_ranks_hold_a_share_of_parameters_and_gradients() -> None:
     by_rank = run_on_ranks(_states, 3)
     total = by_rank[0][2]
     assert sum(sum(sizes) for sizes, _, _ in by_rank) == total
-    # Of 17 parameters, each padded to 64 elements at most.
+    # 17 parameters, each padded by at most 64 elements.
     assert all(held <= total / 3 + 64 * len(sizes) for sizes, held, _ in by_rank)

@@ -1,4 +1,4 @@
-"""TorchFullyShardedDataParallel and torch's fully_shard: the same parameters, resharding and hooks on parameters."""
+"""TorchFullyShardedDataParallel against torch's fully_shard: parameters, resharding and hooks on parameters."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -32,12 +32,12 @@ from tests.distributed.fsdp2_runs import (
 )
 from tests.harness import run_on_ranks
 
-# Relative, for sums of gradients in another order, in fp64 and after some steps of Adam in fp32.
+# Relative tolerances for a different order of summation, in fp64 and after some steps of Adam in fp32.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 class Extra(nn.Module):
-    """A linear layer, and a parameter of any layout that the loss reads."""
+    """A linear layer, and an extra parameter of any shape that the loss reads."""
 
     def __init__(self, extra: torch.Tensor, *, is_trained: bool = True) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def _wrap_ours(module: nn.Module) -> nn.Module:
 
 
 def _values_after_steps(wrapped: nn.Module) -> list[torch.Tensor]:
-    """Steps SGD and returns all parameters whole."""
+    """Runs two steps of SGD and returns all parameters unsharded."""
     optimizer = torch.optim.SGD([param for param in wrapped.parameters() if param.requires_grad], lr=0.125)
     for _ in range(2):
         wrapped(torch.ones(2, 4)).backward()
@@ -68,7 +68,7 @@ def _values_after_steps(wrapped: nn.Module) -> list[torch.Tensor]:
 
 
 def _same_parameters() -> None:
-    # Fewer rows than ranks, and frozen ones without elements, which need no reduction.
+    # Parameters with fewer rows than ranks, and frozen ones without elements, which need no reduction.
     cases: list[tuple[tuple[int, ...], bool]] = [((1,), True), ((1, 3), True), ((3, 2), True), ((2, 5), True)]
     cases += [((0,), False), ((0, 3), False), ((3, 0), False), ((1,), False)]
     for shape, is_trained in cases:
@@ -97,7 +97,7 @@ REFUSED: dict[str, tuple[Callable[[], torch.Tensor], str]] = {
 
 def _refused() -> None:
     for build, words in REFUSED.values():
-        # torch refuses parameters without elements only in backward.
+        # torch rejects parameters without elements only in backward.
         with pytest.raises((ValueError, RuntimeError)):
             _values_after_steps(_wrap_torch(Extra(build())))
         with pytest.raises(ValueError, match=words):
@@ -108,7 +108,7 @@ def test_parameters_that_torch_refuses_are_refused_by_name_before_they_are_shard
     run_on_ranks(_refused, 2)
 
 
-# An integer reshard_after_forward.
+# An integer as reshard_after_forward.
 
 
 def _layer_sizes(ranks: int | bool) -> tuple[list[int], bool]:
@@ -157,7 +157,7 @@ def _kept_after_forward() -> None:
     config = replace(FSDP2, reshard_after_forward=2)
     plain, wrapped = wrap_net(Net()), wrap_net(Net(), config)
     generator = torch.Generator().manual_seed(dist.get_rank())
-    # A forward without a backward leaves copies of the parameters, which the update makes stale.
+    # A forward without a backward leaves gathered copies, which the update makes stale.
     loss_of_words(wrapped, generator)
     for model in (plain, wrapped):
         with torch.no_grad():
@@ -182,7 +182,7 @@ def test_copies_that_stay_after_a_forward_are_never_stale() -> None:
 
 
 def _in_two_groups() -> list[Any]:
-    """Trains two replicas of two ranks, each of which makes groups of its own."""
+    """Trains two replicas of two ranks, each of which creates separate groups."""
     groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])]
     group = groups[dist.get_rank() // 4]
     found = []
@@ -232,11 +232,11 @@ def test_numbers_that_divide_no_group_are_refused_by_name() -> None:
     run_on_ranks(_refused_numbers, 4)
 
 
-# Optimizers that step in hooks of parameters, as written for torch.
+# Optimizers that step in parameter hooks, as written for torch.
 
 
 class Tanh(nn.Module):
-    """Three layers whose loss is smooth."""
+    """Three layers with a smooth loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ class Tanh(nn.Module):
 
 
 def _step_in_hooks(model: nn.Module) -> None:
-    """The recipe of torch's tutorial on steps in backward."""
+    """Steps in backward as in torch's tutorial."""
     optims = {param: torch.optim.AdamW([param], lr=0.05, foreach=False) for param in model.parameters()}
 
     def hook(param: nn.Parameter) -> None:
@@ -297,7 +297,10 @@ def _torch_losses(dtype: torch.dtype, *, count: int) -> list[float]:
 
 
 def _our_losses(dtype: torch.dtype, *, count: int, is_step: bool, **settings: Any) -> list[float]:
-    """is_step: the loop calls zero_grad_buffer and finish_grad_sync, as the wrapper's own hooks need."""
+    """Returns the losses of steps in hooks.
+
+    is_step: the loop calls zero_grad_buffer and finish_grad_sync, as the wrapper's hooks require.
+    """
     config = replace(FSDP2, **settings)
     model = TorchFullyShardedDataParallel(DETERMINISTIC, config, Tanh().to(dtype))
     _step_in_hooks(model)
@@ -313,7 +316,7 @@ def _our_losses(dtype: torch.dtype, *, count: int, is_step: bool, **settings: An
         if is_step:
             model.finish_grad_sync()
             if not config.release_gradients:
-                # The hooks have cleared them.
+                # The hooks have cleared the gradients.
                 assert not any(buffer.grad_data.any() for buffer in model.all_buffers)
     return losses
 
@@ -348,7 +351,7 @@ def _hooks_before() -> None:
             wrapped.finish_grad_sync()
             assert sorted(calls) == ["extra", "layer.bias", "layer.weight"]
         else:
-            # torch drops them with the parameters that it replaces.
+            # torch drops the hooks together with the parameters that it replaces.
             assert not calls
 
 
@@ -356,7 +359,7 @@ def test_hooks_of_before_wrapping_run_once_a_step_where_torch_drops_them() -> No
     run_on_ranks(_hooks_before, 2)
 
 
-# torch.distributed.checkpoint.state_dict.
+# State dicts of torch.distributed.checkpoint.state_dict.
 
 
 def _states() -> None:
@@ -365,7 +368,7 @@ def _states() -> None:
         run = Run(Net(), mode="freed")
         other = wrap_net(Net(), replace(FSDP2, reshard_after_forward=ranks))
         run.step()
-        # Also between a forward and its backward.
+        # Loading also works between a forward and its backward.
         loss_of_words(other, torch.Generator().manual_seed(0))
         set_model_state_dict(other.module, get_model_state_dict(run.model.module))
         whole = get_model_state_dict(run.model.module, options=options)

@@ -1,5 +1,7 @@
-"""Updates in backward of sharded parameters (FSDP2) against the step after it, bit for bit (TRAPS B27 to B30); what
-hooks see of gradients that are freed; errors. Memory: test_in_backward_memory; the program: test_torch_fsdp2_training.
+"""Updates in backward of sharded parameters (FSDP2) are bit-identical to the step after backward (TRAPS B27 to B30).
+
+Covers hooks on gradients that are released, and errors. test_in_backward_memory covers memory, and
+test_torch_fsdp2_training the training program.
 """
 
 from collections import Counter
@@ -22,7 +24,7 @@ from tests.counts import slow, soak_only
 from tests.distributed.fsdp2_runs import DETERMINISTIC, FSDP2, KEPT_ALWAYS, MODES, Counted, Net, Run, loss_of_words
 from tests.harness import run_on_ranks
 
-# The rate falls after two.
+# The learning rate falls after two steps.
 STEPS = 3
 EXACT = {"clip_grad": 0.3, "optimizer_in_backward_clip": "exact"}
 
@@ -39,7 +41,7 @@ def _compare(mode: str, net: dict[str, bool], count: int, dtype: torch.dtype, se
     for step in range(STEPS):
         reports = [run.step(count=count) for run in runs]
         assert repr(reports[0]) == repr(reports[1]), (mode, step)
-        assert reports[0][1], "a step that is skipped says nothing"
+        assert reports[0][1], "no step may be skipped"
     assert_same(*runs)
 
 
@@ -57,7 +59,7 @@ TIED = {"tied": True, "recompute": True}
     [
         (2, {}, ["kept", "freed"]),
         slow(3, TIED, ["freed", "kept", "offloaded", "gathered ahead"]),
-        # The cases above have every mode and both models; these have other pairs of them.
+        # The cases above cover every mode and both models; these are other pairs of a mode and a model.
         soak_only(4, {}, ["freed"]),
         soak_only(2, TIED, ["kept", "gathered ahead"]),
         soak_only(3, {}, list(MODES)),
@@ -86,7 +88,7 @@ def test_b29_b36_several_microbatches_make_one_step_in_16_bits(dtype: torch.dtyp
 
 
 def _policies() -> None:
-    """SGD by hand, from what hooks see before each update."""
+    """Compares updates with SGD by hand, computed from the gradients that hooks see."""
     clip = 0.3
     for policy, mode in (("previous-norm", "freed"), ("per-bucket", "kept")):
         sgd = {"optimizer": "sgd", "sgd_momentum": 0.0, "weight_decay": 0.0}
@@ -133,13 +135,13 @@ def _hooks(recompute: bool) -> None:
             with earlier():
                 _backward(model)
         assert not counted.seen
-        # Neither is one that waits for its backward.
+        # An evaluation leaves no unit waiting for a backward, either.
         model.eval()
         with torch.no_grad():
             model(torch.zeros(1, 3, dtype=torch.int64))
         model.train()
         _backward(model)
-        # Of layers that were followed by the reduction of another unit; the model's own come last.
+        # Only layers followed by the reduction of a later unit have run their hooks; the root's parameters come last.
         of_layers = {name for name in params if "layers" in name}
         assert {name for _, name in counted.seen} == of_layers
         assert not any(isinstance(params[name].grad, torch.Tensor) for name in of_layers)
@@ -156,7 +158,7 @@ def test_b27_hooks_run_in_backward_once_a_step_and_survive_assigned_state(ranks:
 
 
 def _stepped_in_hooks(release: bool, mode: str) -> list[float]:
-    """What docs/hooks.md shows."""
+    """Steps in hooks as docs/hooks.md shows, and returns the losses."""
     model = TorchFullyShardedDataParallel(DETERMINISTIC, replace(MODES[mode], release_gradients=release), Net())
     params = list(model.parameters())
     optimizers = {param: torch.optim.AdamW([model.owned_shard(param)], lr=0.05) for param in params}
@@ -206,7 +208,7 @@ class Repeated(nn.Module):
 
 
 class Kept:
-    """The gradients that hooks see, by parameter, which update these at once."""
+    """Records the gradients that hooks see, by parameter, and updates the parameters in the hook."""
 
     def __init__(self, model: TorchFullyShardedDataParallel) -> None:
         self.grads: dict[str, torch.Tensor] = {}
@@ -214,7 +216,7 @@ class Kept:
 
     def note(self, bucket: ReadyBucket) -> None:
         for one in bucket.slices:
-            assert one.name not in self.grads, "each once"
+            assert one.name not in self.grads, "each parameter once"
             self.grads[one.name] = one.view_of(bucket.grad).clone()
         bucket.shard.add_(bucket.grad, alpha=-0.1)
 
@@ -223,7 +225,7 @@ def _call_again() -> None:
     for mode in ("freed", "kept", "gathered ahead"):
         model, plain = _released(Repeated(), mode), TorchFullyShardedDataParallel(DETERMINISTIC, FSDP2, Repeated())
         ours, theirs = Kept(model), Kept(plain)
-        # What is gathered ahead was updated before in some of them.
+        # In some orders, a unit gathered ahead of use was updated before.
         for order in ([0, 1, 2], [1, 0, 1, 2], [2, 2, 1, 0], [0, 2], [0, 1, 0, 1, 0, 2]):
             for each in (model, plain):
                 each.zero_grad_buffer()
@@ -252,14 +254,14 @@ def _second_backward() -> None:
     for _ in range(2):
         model.reset_iteration()
         kept.grads.clear()
-        # Now it is known how often gradients come.
+        # The number of gradients per parameter is known now.
         _backward(model)
         _backward(model)
         model.finish_grad_sync()
         assert len(kept.grads) == len(list(model.parameters()))
     with pytest.raises(RuntimeError, match=r"scale_gradients was called with .*release_gradients"):
         model.scale_gradients(0.5)
-    # Not of nothing, silently.
+    # Released gradients raise an error, since the result would silently ignore them.
     params = list(model.parameters())
     for attempt in (lambda: clip_grad_by_total_norm_fp32(params, 0.1, 1.0), lambda: count_zeros_fp32(params)):
         with pytest.raises(ValueError, match=r"release_gradients, which frees gradients during backward"):
@@ -271,7 +273,7 @@ def test_b6_a_second_backward_outside_accumulate_is_refused_by_name() -> None:
 
 
 class _BrokenError(Exception):
-    """What a user's code raises."""
+    """An error in a user's code."""
 
 
 def _fail_on_one_rank() -> None:
@@ -288,10 +290,10 @@ def _fail_on_one_rank() -> None:
             assert run.step() == plain.step()
         else:
             state = run.generator.get_state()
-            # In backward nobody waits for this rank in vain.
+            # Other ranks do not wait for this rank in backward.
             run.backward()
             if dist.get_rank() == 1:
-                # Nobody forgets it either.
+                # The error is raised again by later calls.
                 with pytest.raises(_BrokenError):
                     run.optimizer.zero_grad()
             with pytest.raises(_BrokenError if dist.get_rank() == 1 else RemoteRankError, match="not today"):
@@ -375,7 +377,7 @@ def test_converted_shards_have_gradients_of_their_dtype() -> None:
 
 
 def _exchange(settings: dict[str, Any]) -> None:
-    """Normal, in backward, normal: each goes on from the other's state."""
+    """Compares a normal run with one that alternates updates in backward and after it, resuming at each change."""
     expected = Run(Net(), in_backward=False, **settings)
     reports = [expected.step() for _ in range(6)]
     before = None

@@ -1,6 +1,6 @@
-"""TorchFullyShardedDataParallel where errors end a step, and where others change parameters: as plain data parallelism.
+"""TorchFullyShardedDataParallel behaves like plain data parallelism after errors and after external parameter changes.
 
-What is right in a plain run is in test_torch_fsdp2.
+test_torch_fsdp2 covers correct use.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ def _adam(wrapped: Any) -> Any:
 
 
 class _BrokenError(Exception):
-    """What a user's code raises."""
+    """An error in a user's code."""
 
 
 def _raise(*unused: Any) -> None:
@@ -56,7 +56,7 @@ def _grads(wrapped: Any) -> list[torch.Tensor]:
 
 def _after_errors() -> None:
     wrapped = wrap_net(Net())
-    # Before anything has run, too.
+    # A reset also works before any step.
     wrapped.reset_iteration()
     wrapped.zero_grad_buffer()
     _backward(wrapped, 1)
@@ -98,7 +98,7 @@ def _after_evaluation(config: Any) -> None:
     _evaluate(wrapped)
     for params in (wrapped.module.parameters(), wrapped.parameters()):
         assert all(isinstance(param, DTensor) for param in params)
-    # Between forward and backward, too.
+    # Also between forward and backward.
     loss = loss_of_words(wrapped, torch.Generator().manual_seed(0))
     assert not all(isinstance(param, DTensor) for param in wrapped.module.parameters())
     assert list(map(id, wrapped.parameters())) == list(map(id, other_order(wrapped)))
@@ -118,7 +118,7 @@ def _after_evaluation(config: Any) -> None:
 
 
 def other_order(wrapped: Any) -> list[nn.Parameter]:
-    """The shards as modules have them between passes."""
+    """Returns the modules' parameters between passes, which are the shards."""
     wrapped.start_param_sync()
     return list(wrapped.module.parameters())
 
@@ -164,7 +164,7 @@ def _written() -> None:
         net.out.weight.requires_grad_(False)
         wrapped = wrap_net(net, config)
         shards = dict(wrapped.module.named_parameters())
-        # Kept over the end of the step: no backward follows.
+        # Stays gathered after the forward, since no backward follows.
         assert wrapped(_words()).abs().sum() > 0
         with torch.no_grad():
             shards["out.weight"].zero_()
@@ -226,7 +226,7 @@ def _changed(change: Callable[[Any], None]) -> str:
     _backward(wrapped)
     wrapped.finish_grad_sync()
     wrapped.zero_grad_buffer()
-    # On one rank: the others must not wait for it.
+    # On one rank only; the other ranks must not wait for it.
     if dist.get_rank() == 0:
         change(net)
     with pytest.raises(ValueError if dist.get_rank() == 0 else RemoteRankError) as error:
@@ -262,7 +262,7 @@ def _step_alone() -> None:
     assert optimizer.step()[0]
     with pytest.raises(RuntimeError, match="was produced after finish_grad_sync: call zero_grad_buffer"):
         _backward(wrapped)
-    # There is nothing left to agree on.
+    # No reductions are left to agree on.
     wrapped.finish_grad_sync()
     optimizer.zero_grad()
     _backward(wrapped)
@@ -322,7 +322,7 @@ def test_no_sync_inside_no_sync_does_not_end_it() -> None:
 
 
 class _OnlyFirst(nn.Module):
-    """Layers in 16 bits below a head that is not, of which one never runs."""
+    """bf16 layers below an fp32 head; one layer never runs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -362,7 +362,7 @@ def _one_rank_fails(where: str) -> list[Loss]:
         wrapped.finish_grad_sync()
         optimizer.step()
     if hook is not None:
-        # Else it would step what only some hooks have seen.
+        # Otherwise it would step gradients that only some hooks have seen.
         for go_on in (wrapped.finish_grad_sync, optimizer.step):
             with pytest.raises(RuntimeError, match="interrupted the hooks on reduced gradients"):
                 go_on()
@@ -386,7 +386,7 @@ def _refusals() -> None:
     empty.extra = nn.Parameter(torch.zeros(0, 3))
     with pytest.raises(ValueError, match=r"parameter extra has shape \(0, 3\), without elements"):
         wrap_net(empty)
-    # Nobody calls a list or dict of parameters, so nothing would gather it.
+    # A list or dict of parameters has no forward, so nothing would gather it.
     for collection in (nn.ParameterList([torch.ones(4)]), nn.ParameterDict({"gain": torch.ones(4)})):
         mixed = Net()
         mixed.lists = nn.ModuleDict({"a": nn.ModuleList([collection.to(torch.bfloat16)])})

@@ -1,7 +1,7 @@
-"""--use-torch-fsdp2 through the training program: bits of plain data parallelism, with updates in backward too, and
-checkpoints that all modes share (TRAPS B30).
+"""--use-torch-fsdp2 through the training program: results of plain data parallelism, with updates in backward too.
 
-Every micro-batch is reduced: with one, bits are those of DDP. What a single wrapped module does is in test_torch_fsdp2.
+All modes share checkpoints (TRAPS B30). Every micro-batch is reduced: with one micro-batch, results are bit-identical
+to DDP. test_torch_fsdp2 covers a single wrapped module.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from tests.harness import run_on_ranks
 STEPS = long_count(2, soak=20)
 FSDP2: Flags = {"use-torch-fsdp2": True}
 KEPT: Flags = {**FSDP2, "torch-fsdp2-no-reshard-after-forward": True}
-# Held to the norm, so that it has the same bits with clipping.
+# Gradients are kept for the exact norm, so that clipping is bit-identical to the step after backward.
 EXACT: Flags = {"optimizer-in-backward": True, "optimizer-in-backward-clip": "exact"}
 IN_BACKWARD: Flags = {**FSDP2, **EXACT}
 SELECTIVE: Flags = {"recompute-granularity": "selective", "recompute-modules": ["layernorm", "moe_act", "core_attn"]}
@@ -48,8 +48,9 @@ CASES = {
     "one rank": Case(1, "dense", {**BF16, "global-batch-size": 1}),
 }
 MODES = (FSDP2, KEPT, IN_BACKWARD)
-# Each with some of the modes; the others of CASES run under `make soak`, as each of these with all modes. Experts over
-# all ranks: test_several_microbatches_train_as_ddp_does. Loss scales, one rank: test_torch_fsdp2_in_backward.
+# Each case with some of the modes; `make soak` runs the other CASES, and all modes of these.
+# test_several_microbatches_train_as_ddp_does covers experts over all ranks; test_torch_fsdp2_in_backward covers loss
+# scales and one rank.
 ALWAYS: dict[str, tuple[Flags, ...]] = {
     "dense, 3 ranks, bf16": MODES,
     "moe, tp 2, sp, ep 2, edp 2": (KEPT, IN_BACKWARD),
@@ -82,13 +83,13 @@ def test_one_microbatch_has_the_bits_of_ddp(name: str) -> None:
         _assert_equal(_whole(runs), _whole(reference))
 
 
-# Voids, of which some run again, in buffers of a fixed size over expert ranks; with policies of their own in
-# test_paged_stash_voids.
+# Discarded steps, some of which rerun, with fixed-size buffers and expert parallelism; test_paged_stash_voids covers
+# overflow policies in more detail.
 SMALL, AGAIN = {**stash(0.05), **EP2}, stash(0.6, overflow_policy="rerun")
 STASHED = [
     (SMALL, [FSDP2, IN_BACKWARD]),
-    # Steps that run again: test_paged_stash_voids.py and test_step_runner.py. Experts without pages:
-    # test_several_microbatches_train_as_ddp_does.
+    # test_paged_stash_voids.py and test_step_runner.py cover reruns; test_several_microbatches_train_as_ddp_does covers
+    # experts without pages.
     soak_only(AGAIN, [FSDP2, IN_BACKWARD]),
     soak_only({}, [FSDP2, IN_BACKWARD]),
 ]
@@ -146,7 +147,7 @@ def test_several_microbatches_train_as_ddp_does(precision: Flags) -> None:
 RELAY: Flags = {**read_bases()["moe"], **FLAGS, **BF16, "train-iters": 8, "global-batch-size": 3}
 
 
-# What plain shards save, and load of another mode, is among those of other numbers of ranks below.
+# The tests below, on other numbers of ranks, cover saving with plain shards and loading from a different mode.
 LEGS = [SHARDED, {**KEPT, **EXACT}, SHARDED]
 SCALED: Flags = {**FP16, "bf16": None}
 ALL_LEGS = [SHARDED, FSDP2, {**SHARDED, **EXACT}, IN_BACKWARD, {}, {**KEPT, **EXACT}, ZERO2, FSDP2, SHARDED]
@@ -158,8 +159,8 @@ ALL_LEGS = [SHARDED, FSDP2, {**SHARDED, **EXACT}, IN_BACKWARD, {}, {**KEPT, **EX
     [
         slow(BF16, LEGS),
         slow(SCALED, LEGS),
-        # LEGS has one mode of FSDP2. SHARDED and ZERO2 go on from each other in test_zero2_training.py, updates in
-        # backward and after it in test_in_backward_training.py.
+        # LEGS contains one mode of FSDP2. test_zero2_training.py resumes SHARDED and ZERO2 from each other, and
+        # test_in_backward_training.py updates in backward and after it.
         *(soak_only(one, ALL_LEGS) for one in (BF16, {"bf16": None}, SCALED)),
     ],
     ids=["bf16", "fp16", "all modes, bf16", "all modes, fp32", "all modes, fp16"],
@@ -214,6 +215,6 @@ def _finetune(argvs: Sequence[Sequence[str]]) -> list[tuple[float, list[dict[str
     for argv in argvs:
         with started_run([*argv, "--eval-iters", "1"]) as run:
             loss = evaluate(run, run.valid_sets[0])["lm loss"]
-            # One micro-batch would be enough to see wrong weights; the gradient is another matter.
+            # One micro-batch would suffice to detect wrong weights, but not wrong gradients.
             results.append((loss, [run_losses["losses"] for run_losses in train_steps(run, 1)]))
     return results

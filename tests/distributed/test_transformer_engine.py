@@ -1,4 +1,4 @@
-"""Transformer Engine's layers in the place of local ones, by a stand-in with its published signatures."""
+"""Transformer Engine's layers in place of local ones, through a stand-in with the published signatures."""
 
 import json
 import re
@@ -57,7 +57,7 @@ def _argv(name: str, more: Flags) -> list[str]:
 
 
 def _trained(folder: str) -> dict[str, list[Any]]:
-    """Trains each run locally and by the engine, and continues each from the other's checkpoint."""
+    """Trains each run with local layers and with the engine, and continues each from the other's checkpoint."""
     found = {}
     for number, name in enumerate(RUNS):
         found[name] = []
@@ -94,11 +94,11 @@ def test_runs_are_those_of_local_layers_and_go_on_from_each_others_checkpoints(
 ) -> None:
     for of_rank in trained:
         local, engine, after_engine, after_local = of_rank[name]
-        assert local[0] == engine[0], "names of parameters"
+        assert local[0] == engine[0], "parameter names differ"
         for one, other in ((local, engine), (after_engine, after_local)):
             for step, reference in zip(other[1], one[1], strict=True):
                 assert step == pytest.approx(reference, rel=2e-5)
-        assert local[1] != after_local[1], "went on, and did not begin anew"
+        assert local[1] != after_local[1], "the resumed run restarted from scratch"
 
 
 LEVELS: Flags = {
@@ -205,7 +205,7 @@ def test_the_stand_in_refuses_what_the_published_classes_do_not_take() -> None:
     assert set(CLASSES) == {"Linear", "LayerNorm", "RMSNorm", "DotProductAttention"}
 
 
-# Downloads the package. In `make test` all other tests here bind calls to the signatures in SIGNATURES_FILE.
+# Downloads the package. In `make test`, all other tests here bind calls to the signatures in SIGNATURES_FILE.
 @pytest.mark.soak
 def test_signatures_are_those_of_the_published_package(tmp_path: Path) -> None:
     version = re.search(r'"version": "(.+)"', SIGNATURES_FILE.read_text())

@@ -1,4 +1,4 @@
-"""TRAPS B20: unevenly masked ranks, microbatches and parts of sequences have the gradients of one process in fp64."""
+"""TRAPS B20: unevenly masked ranks, microbatches and parts of sequences produce the fp64 gradients of one process."""
 
 import math
 from functools import partial
@@ -42,13 +42,16 @@ def build(
 
 
 def microbatch(index: int) -> dict[str, Tensor]:
-    """[2, S] each; from one token to all, none in the second and third, in the fourth only the first quarter's."""
+    """Returns one microbatch of [2, S] tensors with a random mask, which keeps from one token to all tokens.
+
+    Microbatches 1 and 2 keep no token, and microbatch 3 keeps only the first quarter.
+    """
     generator = torch.Generator().manual_seed(index)
     tokens = torch.randint(0, VOCAB, (2, SEQ + 1), generator=generator)
     share = [0.05, 0.0, 0.0, 1.0, 0.5, 0.1][index]
     mask = (torch.rand(2, SEQ, generator=generator) < share).float()
     if index == 3:
-        # All that there is on the first of two or three ranks.
+        # Keeps only tokens of the first of two or three context-parallel ranks.
         mask[:, SEQ // 4 :] = 0
     places = torch.arange(SEQ).expand(2, SEQ)
     return {"tokens": tokens[:, :-1], "labels": tokens[:, 1:], "loss_mask": mask, "position_ids": places}
@@ -69,7 +72,7 @@ def forward_step(indices: Any, model: nn.Module, *, returns_share: bool) -> Any:
 
 
 def gradients_of_a_rank(sizes: dict[str, int], fields: dict[str, Any]) -> list[list[Box]]:
-    """Without per-token loss, from sums and from shares in the mean, and with it."""
+    """Returns gradients without per-token loss, from sums and from shares of the mean, and with per-token loss."""
     initialize_model_parallel(**sizes)
     groups, found = get_process_groups(), []
     for per_token, returns_share in ((False, False), (False, True), (True, False)):
@@ -79,7 +82,7 @@ def gradients_of_a_rank(sizes: dict[str, int], fields: dict[str, Any]) -> list[l
         ]
         config = get_model_config(model[0])
         config.finalize_model_grads_func = finalize_model_grads
-        config.grad_scale_func = lambda loss: loss * 4.0  # as a loss scale of fp16, which the optimizer takes off
+        config.grad_scale_func = lambda loss: loss * 4.0  # like the loss scale of fp16, which the optimizer divides out
         first = get_data_parallel_rank() * MICROBATCHES
         get_forward_backward_func()(
             forward_step_func=partial(forward_step, returns_share=returns_share),
@@ -113,7 +116,7 @@ def gradients_of_one_process(dp_size: int, *, per_token: bool, **fields: Any) ->
     reference, batches = build(per_token=per_token, **fields), [microbatch(i) for i in range(dp_size * MICROBATCHES)]
     counts = torch.stack([batch["loss_mask"].double().sum() for batch in batches])
     weights = (1 / counts.sum()).expand_as(counts) if per_token else 1 / counts.clamp(min=1) / len(batches)
-    # A router's loss counts each of its microbatch's tokens, learned or not.
+    # A router's loss includes all tokens of its microbatch, masked or not.
     reference.aux_losses.set_backward_scale(
         weights[0] if per_token else torch.tensor(1 / len(batches), dtype=torch.float64)
     )
@@ -135,7 +138,7 @@ FURTHER = {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5}
         (3, {}, EXPERTS),
         slow(4, {CP: 2}, {**EXPERTS, **FURTHER}),
         slow(4, {TP: 2, **STAGES}, {**DEEP, **FURTHER}),
-        # The cases above split each axis, alone or with another; these have other sizes of the same axes.
+        # The cases above split each axis, alone or with another; these are other sizes of the same axes.
         soak_only(4, {PP: 2}, {**EXPERTS, **FURTHER}),
         soak_only(4, {TP: 2}, {**EXPERTS, **FURTHER}),
         soak_only(4, {TP: 2, **STAGES}, DEEP),

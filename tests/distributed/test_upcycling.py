@@ -1,4 +1,4 @@
-"""A dense checkpoint becomes a model with experts in any layout, which first computes the same as the dense one."""
+"""A dense checkpoint loads into a model with experts in any layout, which at first computes the same."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_experts_begin_as_the_layers_that_they_replace(ranks: int, flags: Flags,
 
 @pytest.fixture(scope="module")
 def dense(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The folder of a dense checkpoint."""
+    """Trains a dense model and returns the folder of its checkpoint."""
     folder = str(tmp_path_factory.mktemp("dense"))
     run_on_ranks(_train_and_save, 1, command_line({**DENSE, "save": folder}))
     return folder
@@ -72,7 +72,7 @@ def _train_and_save(argv: Sequence[str]) -> None:
 
 
 def _first_step(argv: Sequence[str]) -> tuple[float, list[Box]]:
-    """Returns the loss of the first step, and the weights before it."""
+    """Returns the loss of the first step and the weights before it."""
     with started_run(argv) as run:
         assert run.state.iteration == 0
         held = ModelWeights(run.model).tensors

@@ -1,6 +1,6 @@
-"""Small models with every feature of gpt-oss, DeepSeek-V3 and DeepSeek-V2 train on several ranks as in one process.
+"""Small models with all features of gpt-oss, DeepSeek-V3 and DeepSeek-V2 train on several ranks as in one process.
 
-Compares losses, norms, gradients and weights in fp64. Single features are in the other test_*_parity.py.
+Compares losses, norms, gradients and weights in fp64. The other test_*_parity.py cover single features.
 """
 
 import pytest
@@ -19,7 +19,7 @@ YARN: Flags = {"seq-length": 32, "rotary-scaling-factor": 4.0, "yarn-original-ma
 DEEPSEEK: Flags = {
     **YARN,
     "num-layers": 4,
-    # Groups of three: of each that it may use a token takes two.
+    # Groups of three experts; a token takes two experts of each group that it may use.
     "num-experts": 12,
     "moe-layer-freq": "[0,1,1,1]",
     "moe-shared-expert-intermediate-size": 16,
@@ -38,16 +38,16 @@ MODELS: dict[str, tuple[str, Flags]] = {
             "num-query-groups": 4,
             "rope-type": "yarn",
             "no-yarn-correction-range-round-to-int": True,
-            # So that a frequency lies between those that stay and those that are stretched.
+            # Chosen so that a frequency lies between the unchanged and the stretched frequencies.
             "kv-channels": 8,
             "rotary-base": 100,
             "yarn-beta-fast": 4.0,
             "yarn-beta-slow": 0.25,
-            # Biases of all linear layers, the router's and the experts' among them.
+            # Biases of all linear layers, including the router and the experts.
             "disable-bias-linear": None,
             "swiglu": None,
             "quick-geglu": True,
-            # Many values are beyond it.
+            # Small enough that many values are clamped.
             "activation-func-clamp-value": 0.5,
             "glu-linear-offset": 1.0,
             "softmax-type": "learnable",
@@ -72,7 +72,7 @@ MODELS: dict[str, tuple[str, Flags]] = {
         {**DEEPSEEK, "q-lora-rank": None, "moe-router-pre-softmax": True, "moe-router-group-score": "max"},
     ),
 }
-# Experts cannot be combined with tensor parallelism without sequence parallelism.
+# Experts with tensor parallelism require sequence parallelism.
 ON_TWO: dict[str, Flags] = {
     "tp": layout(2),
     "etp": layout(2, etp=2),
@@ -80,7 +80,7 @@ ON_TWO: dict[str, Flags] = {
     "pp": layout(pp=2),
     "vpp": layout(pp=2, vpp=2),
     "ep": layout(ep=2, **ALLTOALL),
-    # Pages for some rows only: those that find none are recomputed.
+    # Pages for some of the rows; activations that find no page are recomputed.
     "stash": {**layout(ep=2), **STATIC, **stash(1.2)},
 }
 ON_FOUR: dict[str, Flags] = {
@@ -88,8 +88,8 @@ ON_FOUR: dict[str, Flags] = {
     "tp, pp, ep, stash": {**layout(2, pp=2, ep=2), **STATIC, **stash()},
     "cp, vpp, ep": {**layout(cp=2, pp=2, vpp=2, ep=2), **STATIC},
 }
-# Every layout with some model, and every model with the layouts that split what it alone has: sinks and biases of
-# experts; latent attention and layers that predict further tokens; groups of experts by their largest score.
+# Every layout with some model, and every model with the layouts that split its specific parts: sinks and biases of
+# experts; latent attention and multi-token prediction layers; groups of experts by their largest score.
 TWO_OF: dict[str, tuple[str, ...]] = {
     "gpt-oss": ("etp", "cp", "stash"),
     "deepseek-v3": ("tp", "vpp"),
@@ -97,7 +97,7 @@ TWO_OF: dict[str, tuple[str, ...]] = {
 }
 FOUR_OF = {"gpt-oss": "tp, pp, ep, stash", "deepseek-v3": "cp, vpp, ep", "deepseek-v2": "tp, ep, etp"}
 FP32_OF = {"gpt-oss": "stash", "deepseek-v3": "tp", "deepseek-v2": "ep"}
-# One part of a model at a time is left out.
+# Each entry leaves out one part of a model.
 WITHOUT: dict[str, list[Flags]] = {
     "gpt-oss": [
         {"softmax-type": None},
@@ -154,7 +154,7 @@ def test_every_model_trains_as_one_process_in_every_layout(model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_every_part_of_a_model_changes_its_losses(model: str) -> None:
     base, flags = MODELS[model]
-    # One microbatch a step: nothing is split here.
+    # One microbatch per step, since nothing is split here.
     flags = {**flags, "global-batch-size": 2}
     whole, *runs = run_layouts(base, 1, [{**flags, **without} for without in ({}, *WITHOUT[model])])
     expected = [report.losses for report in whole.reports]

@@ -1,4 +1,4 @@
-"""Sharded gradients (ZeRO-2) of any wrapped module against ZeRO-1: bits, errors, and the memory that they take."""
+"""Sharded gradients (ZeRO-2) of any wrapped module against ZeRO-1: bit-identical results, errors and memory."""
 
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -40,12 +40,12 @@ MODES = [
     for size in (1, 37, None)
     for overlap in OVERLAPS
 ]
-# Every overlap and every bucket size once; all of them in the long run.
+# Covers every overlap and every bucket size once; `make soak` runs all pairs.
 SOME = MODES if long_count(0, soak=1) else [MODES[2], MODES[4], MODES[7], MODES[9]]
 
 
 def assert_same(run: Any, reference: Any, what: Any) -> None:
-    """Reports of steps and weights, bit for bit."""
+    """Asserts that reports and weights are bit-identical."""
     assert repr(run[0]) == repr(reference[0]), what
     different = [name for name, weight in reference[1].items() if not torch.equal(run[1][name], weight)]
     assert not different, (what, different)
@@ -80,7 +80,7 @@ def test_two_instances_of_two_ranks_have_the_bits_of_zero1() -> None:
 
 
 def _train(run: Run, plans: Sequence[Sequence[bool]]) -> tuple[list[Any], dict[str, torch.Tensor]]:
-    """A step for each plan: for each of its microbatches, whether it is reduced by itself."""
+    """Trains one step per plan and returns reports and weights. A plan says which of its microbatches are reduced."""
     reports = []
     for step, plan in enumerate(plans):
         run.optimizer.zero_grad()
@@ -133,7 +133,7 @@ def test_b22_an_overflow_on_one_rank_skips_the_step_on_all() -> None:
 
 
 def _plans(step: int, rank: int) -> list[int]:
-    # Layer 1 on no rank, 2 not on rank 1, orders of each rank's own, and in step 3 rank 0 has no gradient at all.
+    # No rank uses layer 1, rank 1 does not use layer 2, the order differs by rank, and rank 0 skips step 3 entirely.
     if step == 3 and rank == 0:
         return []
     plan = [0, 3, 4, *([2] if rank != 1 else [])]
@@ -167,10 +167,10 @@ def _come_late() -> None:
         for step in range(4):
             run.optimizer.zero_grad()
             for number in range(2):
-                # More uses of the last layer than ever before, on one rank: its bucket is on its way too early.
+                # One rank uses the last layer more often than ever before, so that its bucket is launched too early.
                 plan = [0, 1, *[-1] * (3 if (number + step) % 2 and step % 3 == dist.get_rank() else 1), 2, 3]
                 x = microbatches(10 * step + number + dist.get_rank())[0].requires_grad_()
-                # Reduced once with ZeRO-1.
+                # ZeRO-1 reduces once per step.
                 with nullcontext() if number or "zero2" in mode else run.model.no_sync():
                     run.model(x, plan).square().mean().backward()
             num_late += "zero2" in mode and any(group.is_late for group in run.model.bucket_groups)
@@ -197,7 +197,7 @@ def _survive_an_error_on_all_ranks() -> None:
                 run.model(microbatches(7)[0]).sum().backward()
             run.model.reset_iteration()
             assert run.step(broken_at) == plain.step(broken_at), mode
-        # One rank alone, in the only backward of the step or before it.
+        # On rank 1 only, in the step's only backward or before it.
         for is_in_backward in (False, True):
             told = _break_on_rank_1(run, is_in_backward=is_in_backward)
             assert (told is None) == (dist.get_rank() == 1)
@@ -259,7 +259,11 @@ WIDTH, DEPTH = 64, 16
 
 
 def _measure(overlap: str, zero2: bool) -> tuple[int, int, int, float]:
-    """Bytes of all gradients; of those that outlive a step; the most in it, over the step's start; the formula's."""
+    """Measures gradient memory of two steps, in bytes.
+
+    Returns the size of all gradients, the persistent gradients, the peak in a step over its start, and the persistent
+    gradients by the formula.
+    """
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)])
     run = Run(model, zero1=True, zero2=zero2, bucket_size=WIDTH * WIDTH, overlap=overlap)
@@ -271,7 +275,7 @@ def _measure(overlap: str, zero2: bool) -> tuple[int, int, int, float]:
 
     for _ in range(2):
         run.optimizer.zero_grad()
-        # The second starts with memory of the first one's messages.
+        # At the start of the second step, memory of the first step's collectives may still be allocated.
         with PeakBytes() as memory:
             peaks.append(memory.peak_of(pass_back))
         run.optimizer.step()
@@ -297,9 +301,9 @@ def test_a_rank_holds_its_share_of_gradients_and_the_buckets_under_way(ranks: in
     for overlapped, at_end, zero1 in run_on_ranks(_measure_each, ranks):
         whole, held, peak, planned = overlapped
         assert held == planned == whole / ranks
-        # Filling, two on their way with what is received of them, and autograd's own.
+        # The bucket being filled, two in flight with their received data, and autograd's gradient.
         assert peak <= 8 * whole / DEPTH
-        # Without overlap the gradients of a whole backward are alive at its end.
+        # Without overlap, all gradients of a backward are alive at its end.
         assert at_end[2] >= whole
         whole, held, _, planned = zero1
         assert held == planned == whole

@@ -1,7 +1,8 @@
 """--optimizer distributed_fused_adam through the training program (TRAPS B25 with ZeRO-2 as a mode; B12, B14, B22).
 
-Every micro-batch is reduced: with one, bits are those of adam with --use-distributed-optimizer; with more, those of no
-other mode, but of any overlap and bucket size. What a single wrapped module does is in test_zero2.
+Every micro-batch is reduced. With one micro-batch, results are bit-identical to adam with --use-distributed-optimizer.
+With more, they differ from other modes, but do not depend on overlap and bucket size. test_zero2 covers a single
+wrapped module.
 """
 
 from collections.abc import Sequence
@@ -63,8 +64,8 @@ SEVERAL = {
     "growing batch": Case(3, "dense", {"step-batch-size-schedule": "0:3 6:12 99:6", "global-batch-size": None}),
     "tp 2, pp 2": Case(4, "llama", {**layout(2, pp=2), "num-query-groups": 2, "global-batch-size": 4}),
 }
-# Each precision and each kind of layout, with one or two of the variants; all of them in the long run. Cases that are
-# not here repeat the precision of one and the layout of another.
+# Each precision and each kind of layout, with one or two of the variants; `make soak` runs all variants. Omitted cases
+# combine the precision of one case with the layout of another.
 USUAL = {
     "moe, 3 ranks, fp16": VARIANTS[1:],
     "tp 2, sp, ep 2": VARIANTS[:2],
@@ -78,7 +79,7 @@ USUAL = {
 
 
 def _run_all(case: Case, variants: Sequence[Flags]) -> list[list[TrainedVariant]]:
-    """Returns each rank's reports and weight digests of each run."""
+    """Returns the reports and weight digests of each run on each rank."""
     flags = {**read_bases()[case.base], **FLAGS, **case.flags}
     argvs = [command_line({**flags, **SHARDED}), *(command_line({**flags, **variant}) for variant in variants)]
     return run_on_ranks(train_variants, case.ranks, argvs, case.frozen, STEPS, timeout=60 + 60 * len(argvs))

@@ -1,6 +1,6 @@
 """Runs the training program inside a rank's process and records batches, gradients, reports and states.
 
-Several runs may follow each other in one process. Holds no tests.
+Several runs may follow each other in one process. This file contains no tests.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from tests.functional_tests.case import Flags
 from tests.functional_tests.launch import UNCOMPARED_FIELDS
 
 Batch = dict[str, Tensor]
-# Returns a context manager that is active while a run trains.
+# A function that returns a context manager, which is active while a run trains.
 Setup = Callable[[TrainingRun], AbstractContextManager[Any]]
 # Optimizer states are sharded; parameter gathers and gradient reductions overlap with compute in small buckets.
 OVERLAPPED_SMALL_BUCKETS: Flags = {
@@ -114,7 +114,7 @@ class TrainedRun(Callback):
 
 @dataclass
 class Recorder:
-    """A rank's batches, by step and microbatch, and its reduced gradients, by step and name."""
+    """Records a rank's batches, by step and microbatch, and its reduced gradients, by step and name."""
 
     batches: list[list[Batch]] = field(default_factory=list)
     grads: list[dict[str, Tensor]] = field(default_factory=list)
@@ -123,7 +123,7 @@ class Recorder:
         """Records the batches and the reduced gradients of all following steps."""
         assert run.train_iterator is not None
         run.train_iterator = self._watch(run.train_iterator)
-        # Directly after the reduction: the optimizer's kernel applies the clip factor in place.
+        # Recorded directly after the reduction, since the optimizer's kernel applies the clip factor in place.
         for chunk in run.model:
             vars(chunk)["finish_grad_sync"] = partial(self._finish_grad_sync, chunk, chunk.finish_grad_sync)
 

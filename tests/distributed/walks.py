@@ -19,7 +19,7 @@ import megatron.core
 
 CORE = Path(str(megatron.core.__file__)).parent
 ROOT = CORE.parents[1]
-# Public names that begin with an underscore, as they do in Megatron.
+# Public names that begin with an underscore, as in Megatron.
 MEGATRON_CLASSES = {"_ParamAndGradBuffer", "_ParamAndGradBucket", "_ParamAndGradBucketGroup"}
 # Decorators of many functions that only forward calls.
 _PASSED_THROUGH = (CORE / "device" / "trace_ranges.py",)
@@ -69,7 +69,7 @@ def traced(packages: Iterable[Path]) -> Iterator[list[Entered]]:
             entered.append(one)
 
     before = sys.getprofile()
-    # Threads that start inside are traced as well. On a CPU, autograd runs backward on the thread that calls it.
+    # Traces threads that start inside as well. On a CPU, autograd runs backward on the thread that calls it.
     threading.setprofile(profile)
     sys.setprofile(profile)
     try:
