@@ -34,7 +34,7 @@ EXPERTS, ROWS, WIDTH = 4, 8, 4
 
 @dataclass
 class Whole:
-    """Gradients and weights of the whole model: three tensors per stage, and one tied to both first and last stage.
+    """Gradients and weights of the whole model: three tensors per stage, and one shared by first and last stage.
 
     sharded: whether data-parallel ranks each update only a shard, which may lie in different parameters on each rank.
     """

@@ -24,13 +24,13 @@ def test_a_step_enters_no_more_files_than_before(walk):
 
 
 def test_the_tour_lists_each_function_that_a_step_enters(walk):
-    """Checks the page. `PYTHONPATH=. python tests/distributed/print_walk.py gradient` prints its lines."""
+    """Checks docs/tour.md. `PYTHONPATH=. python tests/distributed/print_walk.py gradient` prints its lines."""
     missing = differences("A gradient to an updated parameter", walk.lines())
     assert not missing, missing
 
 
 def test_the_tour_lists_the_nouns_and_records_that_a_step_meets(walk):
-    """Checks the two lists of the page, in which a class and its base class count as one noun."""
+    """Checks the two lists of docs/tour.md, in which a class and its base class count as one noun."""
     nouns = listed_nouns("Nouns on the way of a gradient")
     records = listed_nouns("Records on the way of a gradient")
     listed = sorted(name for row in [*nouns, *records] for name in row)

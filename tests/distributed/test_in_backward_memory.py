@@ -178,13 +178,13 @@ def test_sharded_parameters_hold_the_gradients_of_two_units_whatever_else_is_cho
         shards = 3 * UNITS
         gradients = {"normal": UNITS, "exact": 0}.get(policy or "", 0)
         assert between == pytest.approx(shards + gradients, abs=NUMBERS)
-        # In backward, only the root's unit remains, which is reduced last; for an exact norm, all units are kept.
+        # The root's unit, reduced last, still has gradients after backward; with an exact norm, all units do.
         held = shards + {"normal": UNITS, "exact": UNITS, None: 1}[policy]
         assert after_backward == pytest.approx(held, abs=NUMBERS)
         # The collective's buffer, its scaled copy, and the reduced sum.
         reduced = 3
         if policy is None:
-            # The first unit's shards, which wait for the second unit, by which time one unit less is gathered.
+            # Gradient shards of the first reduced unit are kept until the second, when one unit less is gathered.
             expected = shards + 2 + reduced + (1 if reshards else UNITS - 2)
         elif policy == "exact":
             # The last unit's gradient shards are not allocated yet.

@@ -100,7 +100,7 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
 
 
 def _is_possible(choice: Choice) -> bool:
-    """Returns whether a choice leaves activations to stash and, if it offloads, to offload.
+    """Returns whether a choice saves activations to stash and, with offloading, activations to offload.
 
     At least one layer must wait for the backward of another. Experts with adapters cannot be split over ranks.
     """
@@ -195,7 +195,7 @@ def test_a_stash_changes_no_bit(ranks: int) -> None:
 
 
 def _assert_effect(choice: Choice, steps: list[StepPages]) -> None:
-    """Checks that the pools were small enough, over all ranks, for the effects that the choice's name implies."""
+    """Checks that the pools caused the effects listed for their name, over all ranks."""
     pool = choice["pool"]
     totals = {name: sum(vars(step)[name] for step in steps) for name in EFFECTS}
     may_lack_rows = pool != "over budget" or "ep" in choice["layout"]

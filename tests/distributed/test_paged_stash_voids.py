@@ -77,7 +77,7 @@ PLANS: dict[str, list[Skew]] = {
     "last step": [Skew(STEPS)],
     "evaluation": [Skew(2, in_training=False)],
 }
-# What runs out and when, and the steps that the first rank discards for it; `make soak` runs all combinations.
+# Layout, plan, shortfall, and the steps that the first rank discards; `make soak` runs all combinations.
 CASES = [
     ("ep 2", "first step", "rows and pages", [1]),
     slow("ep 2", "last step", "inputs", [1, STEPS]),

@@ -102,7 +102,7 @@ def _all_layouts(*, experts: bool) -> list[Flags]:
     return found
 
 
-# Experts with tensor parallelism require sequence parallelism; they are independent of the kind of attention exchange.
+# Experts with tensor parallelism require sequence parallelism. How attention exchanges its parts does not affect them.
 BESIDE_EXPERTS = [sizes for sizes in DENSE[1:] if "cp-comm-type" not in sizes]
 
 

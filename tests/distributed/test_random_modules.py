@@ -57,7 +57,7 @@ FUSED_ADAM: dict[str, dict[str, Any]] = {
     "fused adam, late": {"overlap_grad_sync": False, "contiguous_param_buffer": False},
 }
 MODES = [*WRAPPERS, *FSDP2, *FUSED_ADAM]
-# In these modes, gathers complete late, so the surrounding modules may not read parameters of the module.
+# In these modes, parameters are gathered late, so surrounding modules may not read them.
 GATHERS_LATE = ("zero1, overlapped", "zero2, overlapped", "zero1 in backward", "fused adam, overlapped")
 # Beginnings of the errors that report a documented limit of a mode.
 REFUSALS = ("parameter ", "TorchFullyShardedDataParallel")
@@ -113,7 +113,7 @@ class Expected:
 
     def _stepped(self, step: int) -> Trace:
         world, rank = dist.get_world_size(), dist.get_rank()
-        # In the layout of the parameters, which torch's fused AdamW on the CPU requires of gradients.
+        # With the parameters' memory layout, which torch's fused AdamW on the CPU requires of gradients.
         sums = [torch.zeros_like(param, dtype=torch.float64) for param in self.params]
         losses = []
         for microbatch in range(self.one.microbatches):

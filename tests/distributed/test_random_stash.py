@@ -1,9 +1,9 @@
 """Random training runs in which many sizes are equal: the paged stash leaves each run bit-identical.
 
-C is the rows of an expert buffer, e the experts of a rank, H the hidden size, F the width of an expert's shard, r the
-rank of adapters. The stash recognizes rows by their outermost size, C, so that mistakes show where other sizes equal C
-too. Layers without fixed-size buffers cannot serve as a reference: they sum in a different order, so last digits
-differ.
+C is the number of rows of an expert buffer, e the number of experts of a rank, H the hidden size, F the width of an
+expert's shard, r the rank of adapters. The stash recognizes rows by their outermost size, C, so that mistakes show
+where other sizes equal C too. Layers without fixed-size buffers cannot serve as a reference: they sum in a different
+order, so last digits differ.
 """
 
 import random

@@ -158,8 +158,8 @@ def _come_late() -> None:
         plain, model = wrap(Parts(), kind), wrap(Parts(), released(kind, 1))
         expected, ours = Kept(plain), Kept(model)
         early: list[int] = []
-        # Two steps use a weight more often than ever before. In the first step no count is known yet; the other is an
-        # error, which teaches later steps the new count.
+        # Steps 0 and 2 use a layer more often than ever before. In step 0 no count is known yet; step 2 is an error,
+        # which teaches step 3 the new count.
         for step, (plan, is_lost) in enumerate(
             [([0, -1, -1, 1], False), ([0, -1, -1, 1], False), ([0, -1, -1, -1, 1], True), ([0, -1, -1, -1, 1], False)]
         ):

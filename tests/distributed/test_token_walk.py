@@ -32,18 +32,18 @@ def test_a_saved_activation_enters_no_more_files_than_before(activation):
 
 
 def test_the_tour_lists_each_function_that_a_token_enters(tokens):
-    """Checks the page. `PYTHONPATH=. python tests/distributed/print_walk.py token` prints its lines."""
+    """Checks docs/tour.md. `PYTHONPATH=. python tests/distributed/print_walk.py token` prints its lines."""
     missing = differences("A token through an expert layer and back", lines(tokens[Buffers.DYNAMIC]))
     assert not missing, missing
 
 
 def test_the_tour_lists_each_function_that_a_token_enters_with_a_stash(tokens):
-    """Checks the page. `PYTHONPATH=. python tests/distributed/print_walk.py stash` prints its lines."""
+    """Checks docs/tour.md. `PYTHONPATH=. python tests/distributed/print_walk.py stash` prints its lines."""
     missing = differences("A token through static buffers and the stash", without_activation(tokens[Buffers.STASH]))
     assert not missing, missing
 
 
 def test_the_tour_lists_each_function_that_a_saved_activation_enters(activation):
-    """Checks the page. `PYTHONPATH=. python tests/distributed/print_walk.py activation` prints its lines."""
+    """Checks docs/tour.md. `PYTHONPATH=. python tests/distributed/print_walk.py activation` prints its lines."""
     missing = differences("A saved activation into pages and back", lines(activation))
     assert not missing, missing

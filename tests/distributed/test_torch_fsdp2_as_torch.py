@@ -182,7 +182,7 @@ def test_copies_that_stay_after_a_forward_are_never_stale() -> None:
 
 
 def _in_two_groups() -> list[Any]:
-    """Trains two replicas of two ranks, each of which creates separate groups."""
+    """Trains two replicas of two ranks in each of two process groups, which create separate subgroups."""
     groups = [dist.new_group([0, 1, 2, 3]), dist.new_group([4, 5, 6, 7])]
     group = groups[dist.get_rank() // 4]
     found = []

@@ -261,7 +261,7 @@ def _second_backward() -> None:
         assert len(kept.grads) == len(list(model.parameters()))
     with pytest.raises(RuntimeError, match=r"scale_gradients was called with .*release_gradients"):
         model.scale_gradients(0.5)
-    # Released gradients raise an error, since the result would silently ignore them.
+    # These functions raise instead of returning results without the released gradients.
     params = list(model.parameters())
     for attempt in (lambda: clip_grad_by_total_norm_fp32(params, 0.1, 1.0), lambda: count_zeros_fp32(params)):
         with pytest.raises(ValueError, match=r"release_gradients, which frees gradients during backward"):
