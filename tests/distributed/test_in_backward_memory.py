@@ -171,7 +171,7 @@ def _matrix(*, offloads: tuple[bool, ...]) -> Figures:
 def test_sharded_parameters_hold_the_gradients_of_two_units_whatever_else_is_chosen() -> None:
     """Compares resharding, offloading and updates in backward on one rank, where memory is known to the byte.
 
-    The host is the device here, so offloading changes the location of no tensor, and the bytes are the same with it.
+    The host is the device here, so offloading moves no tensor and does not change the bytes.
     """
     [figures] = run_on_ranks(partial(_matrix, offloads=(False, True)), 1)
     for (reshards, _, policy), (most, after_backward, between) in figures.items():

@@ -160,7 +160,7 @@ def _run_void(argvs: Sequence[Sequence[str]], plan: Sequence[Skew]) -> list[Rais
 
 
 def _train_void(where: str, plan: str, lacks: Sequence[str], folder: Path) -> tuple[list[Raised], ...]:
-    """Trains with ample buffers and with each lack, compares checkpoints, and returns the flags by rank, then run."""
+    """Trains with ample buffers and with each shortfall, compares checkpoints, and returns flags by rank, then run."""
     ranks, flags = LAYOUTS[where]
     flags = {**RUN, **flags, **(EVALUATED if plan == "evaluation" else {})}
     # The first run has rows and pages for any routing.
