@@ -8,13 +8,18 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from datetime import datetime
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from megatron.core.transformer.moe.paged_stash.sizing import rounded_up
 from megatron.training.callbacks.base import Callback, EvaluationReport, PoolReport, RunStart, StashReport, StepReport
+
+# Number of acts per layer and step that may be recomputed without a field in compact lines.
+USUAL_RECOMPUTATION = 0.25
+# Minimum number of columns for the name of an evaluated set.
+SHORTEST_LABEL = 20
 
 
 class LogLines(Protocol):
@@ -99,6 +104,13 @@ class MegatronLines:
         return f"  successfully saved checkpoint from iteration {iteration:7d}"
 
 
+class _Field(NamedTuple):
+    """A field of a compact line. short: used if the line would be too wide."""
+
+    text: str
+    short: str
+
+
 class CompactLines:
     """Formats short lines: step, loss, speed, gradient norm and remaining time, and fields for unusual events."""
 
@@ -109,27 +121,36 @@ class CompactLines:
         """Starts the clock for the remaining time. minutes: time limit of the run, from now; None means no limit."""
         self._clock = clock
         self._deadline = math.inf if minutes is None else clock() + 60 * minutes
+        self._loss_scale: float | None = None  # at the last line
 
     def training(self, reports: Sequence[StepReport], train_iters: int) -> str:
         """Formats the line of one or more consecutive steps."""
         last, losses = reports[-1], mean_losses(reports)
         seconds = sum(report.seconds for report in reports)
-        fields = [f"step {last.iteration:>{len(str(train_iters))}}/{train_iters}"]
+        fields = [_same(f"step {last.iteration:>{len(str(train_iters))}}/{train_iters}")]
         if "lm loss" in losses:
-            fields.append(f"loss {losses['lm loss']:.3f}")
-        fields.append(f"{sum(report.tokens for report in reports) / seconds:,.0f} tokens/s")
-        fields.append(f"grad norm {last.grad_norm:.3g}")
-        fields.append(f"ETA {self._remaining(train_iters - last.iteration, seconds / len(reports))}")
-        return _joined([*fields, *_unusual(reports)], width=self.WIDTH)
+            fields.append(_same(f"loss {_number(losses['lm loss'])}"))
+        elif all(report.skipped for report in reports):
+            fields.append(_same("loss -"))
+        speed = sum(report.tokens for report in reports) / seconds
+        fields.append(_Field(f"{speed:,.0f} tokens/s", f"{_short_count(round(speed))} tok/s"))
+        fields.append(_Field(f"grad norm {last.grad_norm:.3g}", f"norm {last.grad_norm:.2g}"))
+        fields.append(_same(f"ETA {self._remaining(train_iters - last.iteration, seconds / len(reports))}"))
+        before, self._loss_scale = self._loss_scale or reports[0].loss_scale, last.loss_scale
+        events = _events(reports)
+        if last.loss_scale != before:
+            events.append(_Field(f"loss scale {last.loss_scale:g}", f"scale {last.loss_scale:.3g}"))
+        return _fitted(fields, events, width=self.WIDTH)
 
     def evaluation(self, report: EvaluationReport) -> str:
         """Formats the line of an evaluation."""
         where = "after training" if report.final else f"at step {report.iteration}"
         values = [
-            f"{name.removeprefix('lm ')} {value:.3f}" + (f", perplexity {perplexity(value):,.4g}" * is_loss(name))
+            f"{name.removeprefix('lm ')} {_number(value)}" + (f", perplexity {perplexity(value):,.4g}" * is_loss(name))
             for name, value in report.losses.items()
-        ]
-        return _joined([f"{report.label} {where}: {values[0]}", *values[1:]], width=self.WIDTH)
+        ] or ["no values"]
+        label = _shortened(report.label, max(SHORTEST_LABEL, self.WIDTH - len(f" {where}: {values[0]}")))
+        return _joined([f"{label} {where}: {values[0]}", *values[1:]], width=self.WIDTH)
 
     def saved(self, iteration: int) -> str:
         """Formats the line printed when the checkpoint of an iteration is complete."""
@@ -145,20 +166,63 @@ class CompactLines:
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _unusual(reports: Sequence[StepReport]) -> list[str]:
-    """Returns fields for unusual events: skipped and discarded steps, and missing stash pages."""
-    last = reports[-1]
-    fields = []
-    if last.loss_scale != 1.0:
-        fields.append(f"loss scale {last.loss_scale:g}")
-    counts = {"skipped": sum(report.skipped for report in reports), "nan": sum(report.nan for report in reports)}
-    if last.stash is not None:
-        counts["discarded"] = last.stash.void_steps
-        pool = last.stash.pool
-        if pool is not None:
-            counts["spilled"] = pool.spilled_pages
-            counts["recomputed"] = pool.dropped_act + pool.dropped_gate_up
-    return [*fields, *(f"{name} {count}" for name, count in counts.items() if count)]
+def _events(reports: Sequence[StepReport]) -> list[_Field]:
+    """Returns fields for unusual events since the last line, the most important ones first."""
+    counts = [
+        ("nan", "nan", sum(report.nan for report in reports)),
+        ("skipped", "skip", sum(report.skipped for report in reports)),
+    ]
+    stash = reports[-1].stash
+    if stash is not None:
+        counts.insert(0, ("discarded", "disc", stash.void_steps))
+        if stash.pool is not None:
+            counts.append(("spilled", "spill", stash.pool.spilled_pages))
+            if _recomputes_much(stash, stash.pool):
+                counts.append(("recomputed", "recomp", stash.pool.dropped_act + stash.pool.dropped_gate_up))
+    return [_Field(f"{name} {count}", f"{short} {_short_count(count)}") for name, short, count in counts if count]
+
+
+def _recomputes_much(stash: StashReport, pool: PoolReport) -> bool:
+    """Returns whether a gate_up was recomputed, which takes more time than an act, or many acts."""
+    return pool.dropped_gate_up > 0 or pool.dropped_act > USUAL_RECOMPUTATION * stash.steps * len(stash.rows)
+
+
+def _same(text: str) -> _Field:
+    return _Field(text, text)
+
+
+def _number(value: float) -> str:
+    """Formats a value with three decimals, or with four significant digits if it is small or large."""
+    return f"{value:.3f}" if 0.1 <= abs(value) < 10_000 else f"{value:.4g}"
+
+
+def _short_count(count: int) -> str:
+    """Formats a count with at most four digits and a unit."""
+    for unit in ("", "k", "M", "G"):
+        if count < 10_000:
+            return f"{count}{unit}"
+        count //= 1000
+    return f"{count}T"
+
+
+def _fitted(fields: Sequence[_Field], events: Sequence[_Field], *, width: int) -> str:
+    """Joins usual fields and events. If they need more than `width` columns, shortens all of them, and then drops the
+    last usual fields, so that events remain.
+    """
+    line = "  ".join(field.text for field in [*fields, *events])
+    for kept in range(len(fields), 0, -1):
+        if len(line) <= width:
+            return line
+        line = "  ".join(field.short for field in [*fields[:kept], *events])
+    return _shortened(line, width)
+
+
+def _shortened(text: str, width: int) -> str:
+    """Replaces the middle of a text with an ellipsis if it needs more than `width` columns."""
+    if len(text) <= width:
+        return text
+    num_end = (width - 3) // 2
+    return f"{text[: width - 3 - num_end]}...{text[len(text) - num_end :]}"
 
 
 def _joined(fields: Sequence[str], *, width: int) -> str:
@@ -168,7 +232,7 @@ def _joined(fields: Sequence[str], *, width: int) -> str:
     while len(line) > width and kept > 1:
         kept -= 1
         line = "  ".join([*fields[:kept], "..."])
-    return line
+    return _shortened(line, width)
 
 
 def format_training_line(reports: Sequence[StepReport], train_iters: int) -> str:
@@ -293,8 +357,8 @@ def is_loss(name: str) -> bool:
 
 
 def perplexity(loss: float) -> float:
-    """Returns exp(loss), limited to exp(20) because the perplexity of an untrained model is meaningless."""
-    return math.exp(min(20.0, loss))
+    """Returns exp(loss), limited to exp(20) because the perplexity of an untrained model is meaningless; nan of nan."""
+    return math.nan if math.isnan(loss) else math.exp(min(20.0, loss))
 
 
 class ProgressBar(Callback):
@@ -318,7 +382,7 @@ class ProgressBar(Callback):
     def on_step_end(self, report: StepReport) -> None:
         """Advances the bar and shows the step's loss and speed."""
         loss = report.losses.get("lm loss", float("nan"))
-        self._figures = f"loss {loss:.3f}  {report.tokens / report.seconds:,.0f} tokens/s"
+        self._figures = f"loss {_number(loss)}  {report.tokens / report.seconds:,.0f} tokens/s"
         self._draw("training", completed=report.iteration)
 
     def on_evaluation_start(self, iteration: int) -> None:
@@ -327,7 +391,7 @@ class ProgressBar(Callback):
 
     def on_evaluation_end(self, report: EvaluationReport) -> None:
         """Shows the latest validation loss."""
-        self._validation = f"  {report.label} {report.losses.get('lm loss', float('nan')):.3f}"
+        self._validation = f"  {report.label} {_number(report.losses.get('lm loss', float('nan')))}"
         self._draw("training", completed=report.iteration)
 
     def on_run_end(self) -> None:

@@ -91,7 +91,7 @@ def build_meters(
         meters.append(TimerMeter(timers, logging.log_interval, watch=watch))
         meters.append(OverlapMeter(model, logging.log_interval, device=device))
     if expert_memory is not None and optimizer is not None:
-        meters.append(StashMeter(expert_memory, args, device=device))
+        meters.append(StashMeter(expert_memory, args, device=device, has_notes=not logging.is_compact))
     if logging.record_routing is not None and optimizer is not None:
         samples = args.micro_batch_size * args.data_parallel_size
         meters.append(RoutingMeter(model, groups, samples_of_microbatch=samples))

@@ -188,12 +188,15 @@ class _Rank:
 class StashMeter:
     """Accumulates the measurements of each step, and gathers them from all ranks at log lines and the last step."""
 
-    def __init__(self, memory: KnowsLastStep, args: argparse.Namespace, *, device: torch.device) -> None:
+    def __init__(
+        self, memory: KnowsLastStep, args: argparse.Namespace, *, device: torch.device, has_notes: bool = True
+    ) -> None:
+        """Prepares an empty interval. has_notes: whether advice is added to the report."""
         self._memory, self._args, self._device = memory, args, device
         self._since = _Interval()
         # Plan of the last logged timeline: the ranks' pools, and the fullness of the fullest pool.
         self._shown: tuple[list[_Pool], float] = [], 0.0
-        self._has_advised = False
+        self._may_advise = has_notes
 
     def measure(self, report: StepReport) -> StepReport:
         """Sets stash at log lines. After the first steps, adds advice once if at least half of the steps recompute."""
@@ -207,8 +210,8 @@ class StashMeter:
         stash = self._gather_sync(since)
         is_typical = report.iteration - stash.steps >= _UNTYPICAL_STEPS
         notes = report.notes
-        if is_typical and not self._has_advised and stash.pool is not None and _recomputes_often(stash):
-            self._has_advised = True
+        if is_typical and self._may_advise and stash.pool is not None and _recomputes_often(stash):
+            self._may_advise = False
             in_bytes = self._args.moe_paged_stash_buffer_bytes is not None
             notes = (*notes, advice_line(stash.pool, steps=stash.steps, in_bytes=in_bytes))
         return replace(report, stash=stash, notes=notes)

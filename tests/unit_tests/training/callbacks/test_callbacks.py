@@ -15,9 +15,16 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron.training.callbacks import CallbackList, RankTimes, RunStart
-from megatron.training.callbacks.console import ConsoleLog, ProgressBar, format_evaluation_line, format_training_line
+from megatron.training.callbacks.console import (
+    CompactLines,
+    ConsoleLog,
+    ProgressBar,
+    format_evaluation_line,
+    format_training_line,
+    perplexity,
+)
 from megatron.training.callbacks.run_files import JsonlLog, RunFile, keep_lines_until, last_stretch
-from megatron.training.callbacks.tensorboard import TensorBoardLog
+from megatron.training.callbacks.tensorboard import TensorBoardLog, evaluation_scalars
 from megatron.training.config import LoggingConfig
 from tests.unit_tests.training.small_reports import EVALUATION, STEP
 
@@ -96,6 +103,15 @@ def test_validation_line_has_loss_and_perplexity() -> None:
     assert "lm loss PPL: 4.481689E+00 | accuracy value: 5.000000E-01 | " in ours and "accuracy PPL" not in ours
     final = format_evaluation_line(replace(EVALUATION, split="test", final=True))
     assert "validation loss at iteration 4 on test set |" in final
+
+
+def test_a_loss_of_nan_has_a_perplexity_of_nan() -> None:
+    report = replace(EVALUATION, losses={"lm loss": math.nan})
+    assert "lm loss PPL: NAN |" in format_evaluation_line(report)
+    assert CompactLines().evaluation(report) == "validation at step 4: loss nan, perplexity nan"
+    scalars = evaluation_scalars(report, LoggingConfig(log_validation_ppl_to_tensorboard=True))
+    assert math.isnan(scalars["lm loss validation ppl"])
+    assert perplexity(math.inf) == perplexity(21.0) == math.exp(20.0)
 
 
 def test_console_prints_one_line_an_interval_and_the_rest_at_the_end() -> None:

@@ -1,5 +1,6 @@
 """Tests of the short log lines: their fields, what they add in unusual steps, and their width."""
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -39,30 +40,76 @@ def test_the_time_limit_of_the_run_counts_if_it_comes_first() -> None:
 
 def test_unusual_steps_are_told() -> None:
     skipped = replace(STEP, skipped=True, nan=True, losses={"lm loss": float("nan")}, loss_scale=1024.0)
-    assert "  skipped 1  nan 1" in line(skipped, STEP)
-    # No loss is finite, so none is shown.
-    assert line(skipped).startswith("step    3/2000  1,024 tokens/s  ")
-    assert line(skipped).endswith("  loss scale 1024  skipped 1  nan 1")
+    assert line(skipped, STEP).endswith("  nan 1  skipped 1  loss scale 1")
+    # No step has a loss.
+    assert line(skipped).startswith("step    3/2000  loss -  1,024 tokens/s  ")
     pool = pool_report(dropped_act=12, dropped_gate_up=3, spilled_pages=7)
-    report = replace(STEP, stash=stash_report(void_steps=2, pool=pool))
-    assert line(report).endswith("  discarded 2  spilled 7  recomputed 15")
+    report = replace(STEP, nan=True, skipped=True, stash=stash_report(void_steps=2, pool=pool))
+    assert line(report).endswith("  1024 tok/s  norm 1.2  ETA 16:38  disc 2  nan 1  skip 1  spill 7  recomp 15")
+    assert line(replace(report, nan=False, skipped=False)).endswith("  discarded 2  spilled 7  recomputed 15")
     assert line(replace(STEP, stash=stash_report())) == line(STEP)
 
 
-def test_no_line_is_wider_than_110_columns() -> None:
-    pool = pool_report(dropped_act=123_456, dropped_gate_up=3, spilled_pages=1_234_567)
+def test_a_loss_scale_is_told_when_it_changes() -> None:
+    lines = CompactLines()
+    scales = [1024.0, 1024.0, 512.0, 512.0]
+    shown = [lines.training([replace(STEP, loss_scale=scale)], 2000) for scale in scales]
+    assert ["loss scale" in text for text in shown] == [False, False, True, False]
+    assert shown[2].endswith("  loss scale 512")
+
+
+@pytest.mark.parametrize(("acts", "gate_ups", "is_told"), [(4, 0, False), (5, 0, True), (1, 1, True), (0, 0, False)])
+def test_rare_recomputation_of_acts_is_not_told(acts: int, gate_ups: int, is_told: bool) -> None:
+    pool = pool_report(dropped_act=acts, dropped_gate_up=gate_ups)
+    report = replace(STEP, stash=stash_report(steps=8, rows={1: 70, 2: 80}, pool=pool))
+    assert ("recomputed" in line(report)) == is_told
+
+
+@pytest.mark.parametrize(
+    ("loss", "words"),
+    [(2.0, "2.000"), (4e-4, "0.0004"), (1e38, "1e+38"), (12345.0, "1.234e+04"), (math.inf, "inf"), (math.nan, "nan")],
+)
+def test_losses_have_about_four_significant_digits(loss: float, words: str) -> None:
+    assert f"  loss {words}  " in line(replace(STEP, losses={"lm loss": loss}))
+    evaluated = CompactLines().evaluation(replace(EVALUATION, losses={"lm loss": loss}))
+    assert evaluated.startswith(f"validation at step 4: loss {words}, perplexity ")
+    assert evaluated.endswith("perplexity nan") == math.isnan(loss)
+
+
+@pytest.mark.parametrize("factor", [1, 1000, 10**6, 10**9])
+@pytest.mark.parametrize("seconds", [1e-3, 0.5, 1e6])
+def test_no_event_is_dropped_and_no_line_is_wider_than_110_columns(factor: int, seconds: float) -> None:
+    pool = pool_report(dropped_act=123 * factor, dropped_gate_up=3, spilled_pages=1_234 * factor)
+    lines = CompactLines()
+    lines.training([STEP], 1)
     report = replace(
         STEP,
         iteration=1_234_567,
-        loss_scale=2.0**32,
+        losses={"lm loss": -1.2345e38},
+        grad_norm=1.2345e38,
+        loss_scale=2.0**32 / 3,
         tokens=10**9,
+        seconds=seconds,
         skipped=True,
-        stash=stash_report(void_steps=1000, pool=pool),
+        nan=True,
+        stash=stash_report(void_steps=7 * factor, pool=pool),
     )
-    wide = line(report, train_iters=10_000_000)
-    assert len(wide) <= CompactLines.WIDTH and wide.endswith("  ...")
-    many = replace(EVALUATION, losses={f"loss of part {number}": 1.0 for number in range(20)})
-    assert len(CompactLines().evaluation(many)) <= CompactLines.WIDTH
+    told = lines.training([report, replace(report, skipped=False)], 10_000_000)
+    assert len(told) <= CompactLines.WIDTH and told.startswith("step  1234567/10000000  loss -1.234e+38  ")
+    positions = [told.find(f"  {name}") for name in ("disc", "nan", "skip", "spill", "recomp", "scale")]
+    assert -1 not in positions and positions == sorted(positions)
+
+
+def test_evaluations_are_not_wider_than_110_columns() -> None:
+    lines = CompactLines()
+    many = lines.evaluation(replace(EVALUATION, losses={f"loss of part {number}": 1.0 for number in range(20)}))
+    assert len(many) <= CompactLines.WIDTH and many.endswith("  ...")
+    long = lines.evaluation(replace(EVALUATION, set_name="/data/first" + "x" * 200 + "last"))
+    assert len(long) == CompactLines.WIDTH
+    assert long.startswith("validation-/data/first") and long.endswith("last at step 4: loss 1.500, perplexity 4.482")
+    longer = lines.evaluation(replace(EVALUATION, losses={"x" * 200: 1.5}, set_name="y" * 200))
+    assert len(longer) <= CompactLines.WIDTH
+    assert lines.evaluation(replace(EVALUATION, losses={})) == "validation at step 4: no values"
 
 
 def test_evaluations_and_checkpoints_are_a_line_each() -> None:

@@ -226,9 +226,11 @@ def test_the_console_says_in_words_why_something_was_recomputed(fields: dict[str
     assert shortage_words(pool_report(**fields)) == words
 
 
-def advised_by(device_pages: Callable[[int], int]) -> dict[int, tuple[tuple[str, ...], PoolReport]]:
+def advised_by(
+    device_pages: Callable[[int], int], *, has_notes: bool = True
+) -> dict[int, tuple[tuple[str, ...], PoolReport]]:
     memory = Memory()
-    meter = StashMeter(memory, ARGS, device=torch.device("cpu"))
+    meter = StashMeter(memory, ARGS, device=torch.device("cpu"), has_notes=has_notes)
     advised = {}
     for iteration in range(1, 67):
         memory.last_step = figures_of_step(0, iteration, device_pages=device_pages(iteration), host_pages=0)[0]
@@ -244,6 +246,7 @@ def test_a_run_advises_once_a_factor_for_typical_steps_that_often_recompute() ->
     assert iteration == 54 and notes == (advice_line(pool, steps=3, in_bytes=False),)
     assert advised_by(lambda iteration: 30 if iteration % 3 == 0 else 1000) == {}
     assert [*advised_by(lambda iteration: 1000 if iteration % 3 == 0 else 30)] == [54]
+    assert advised_by(lambda iteration: 30, has_notes=False) == {}
     assert f"--moe-paged-stash-buffer-size-factor-cuda {rounded_up(pool.factor_to_keep_all):.2f} would" in notes[0]
     assert "-factor-cpu" in advice_line(replace(pool, device_pages=0), steps=3, in_bytes=False)
     assert " instead of --moe-paged-stash-buffer-bytes would" in advice_line(pool, steps=3, in_bytes=True)
