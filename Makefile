@@ -5,6 +5,7 @@ VENV := .venv
 IN_VENV := $(VENV)/bin/python
 SOURCES := $(wildcard megatron benchmarks pretrain_gpt.py model_provider.py gpt_builders.py)
 DATA ?=
+KEY ?=
 MINUTES ?=
 BASE ?=
 OUT ?=
@@ -38,8 +39,8 @@ lock:  ## rewrite requirements/cpu.txt from what .venv holds
 	@$(IN_VENV) -m pip freeze --all --exclude pip --exclude-editable | sed 's/+cpu$$//' >> $(VENV)/lock.txt
 	@mv $(VENV)/lock.txt requirements/cpu.txt
 
-train: env  ## pretrain a small mixture-of-experts GPT on real text (DATA=file or folder: on yours; MINUTES=2)
-	$(IN_VENV) tools/quickstart.py $(if $(DATA),--data "$(DATA)") $(if $(MINUTES),--minutes $(MINUTES))
+train: env  ## pretrain a small mixture-of-experts GPT on real text (DATA=file or folder: on yours; KEY=column; MINUTES=2)
+	$(IN_VENV) tools/quickstart.py $(if $(DATA),--data "$(DATA)") $(if $(KEY),--json-key "$(KEY)") $(if $(MINUTES),--minutes $(MINUTES))
 
 test: env  ## run every test except soak-only ones (ORDER=7: in the random order of that seed)
 	$(PYTEST)

@@ -5,35 +5,57 @@ lines of training steps. `--dry-run` of the training command prints the contents
 """
 
 import argparse
+import hashlib
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import chain, islice
 from math import gcd
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import megatron
-from megatron.core.datasets.indexed_dataset import IndexedDataset
-from megatron.core.datasets.text_files import INPUT_HELP, find_text_files
+from megatron.core.datasets.indexed_dataset import IndexedDataset, get_idx_path
+from megatron.core.datasets.table_files import Columns
+from megatron.core.datasets.text_files import (
+    INPUT_HELP,
+    BadLine,
+    check_tables,
+    decode_document,
+    find_text_files,
+    read_raw_documents,
+)
 from megatron.core.datasets.utils import split_documents
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
+from megatron.tools.preprocess_data import wrong_keys
 from megatron.version_flag import PrintVersions
 
 IMPORTED_FROM = Path(str(megatron.__file__)).resolve().parents[1]  # a clone, or site-packages
-MIN_DOCUMENTS = 3  # one each for training, validation and test
 VOCAB_SIZE = 4096
+SEQ_LENGTH = 256
+SAMPLE_TOKENS = SEQ_LENGTH + 1  # the last token is only a label
+# Shares of the tokens for training, and for training and validation; the rest is for the test.
+TRAIN_SHARE, VALID_END = 0.96, 0.99
+# Documents at the start of the text of which at least one must have text under the key.
+CHECKED_DOCUMENTS = 100
 INTERRUPTED = 130  # exit code by shell convention
-# Number of tokens of a test document in the prompt, and number of tokens that the trained model generates.
-PROMPT_TOKENS, NEW_TOKENS = 64, 120
-# Width of a stage's name in characters.
+# Tokens of a test document that the trained model continues, and that it adds.
+PROMPT_TOKENS, NEW_TOKENS = 64, 60
+# Chosen by reading continuations of a model after two minutes with temperatures of 0.5 to 0.9: higher ones invent
+# words, lower ones repeat themselves.
+SAMPLING = f"--max-new-tokens {NEW_TOKENS} --temperature 0.6 --top-p 0.8"
+# Columns of a stage's name.
 NAME_WIDTH = 10
 
 NUM_EXPERTS = 8
@@ -43,18 +65,20 @@ MODEL = f"""
 --num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
 --num-experts {NUM_EXPERTS} --moe-router-topk 2 --moe-ffn-hidden-size 128 --moe-grouped-gemm
 --moe-token-dispatcher-type alltoall --moe-expert-rank-capacity-factor 2
---moe-paged-stash --moe-paged-stash-prefetch-layers 0 --moe-paged-stash-buffer-size-factor-cuda 1.15
+--moe-paged-stash --moe-paged-stash-prefetch-layers 0 --moe-paged-stash-buffer-size-factor-cuda 1.25
 --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0
---seq-length 256 --max-position-embeddings 256
+--seq-length {SEQ_LENGTH} --max-position-embeddings {SEQ_LENGTH}
 """
 # Fraction of the training time for the planned steps. The rest is for evaluation, saving and unplanned work.
 PLANNED_SHARE = 0.7
 MIN_STEPS, NUM_LINES, NUM_EVALUATIONS = 100, 20, 4
-SCHEDULE = """
+# Largest learning rates of the first run and of each continuation, and the rate at the end of both.
+FIRST_RATE, NEXT_RATE, LAST_RATE = 2e-3, 1e-3, 1e-4
+SCHEDULE = f"""
 --micro-batch-size 4 --global-batch-size 8
---lr 2e-3 --min-lr 1e-4 --lr-decay-style cosine --weight-decay 0.1 --adam-beta2 0.95
+--lr {FIRST_RATE} --min-lr {LAST_RATE} --weight-decay 0.1 --adam-beta2 0.95
 --eval-iters 5 --num-workers 0 --override-opt-param-scheduler
 --log-format compact --exit-signal-handler --exit-signal SIGINT
 """
@@ -62,10 +86,14 @@ SCHEDULE = """
 
 @dataclass(frozen=True)
 class Workspace:
-    """The files of one corpus. `folder` contains the text, the tokenizer, the tokens and the run."""
+    """The files of one corpus: `folder` has the text, the tokenizer, the tokens and the run.
+
+    key: key or column of the text.
+    """
 
     folder: Path
     texts: tuple[Path, ...]
+    key: str = "text"
 
     @property
     def is_own(self) -> bool:
@@ -79,8 +107,13 @@ class Workspace:
 
     @property
     def tokens(self) -> Path:
-        """Path prefix of the .bin/.idx pair."""
-        return self.folder / "tokens_text_document"
+        """Prefix of the .bin/.idx pair."""
+        return self.folder / f"tokens_{self.key}_document"
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the tokens are complete. The .idx file is written last."""
+        return Path(get_idx_path(str(self.tokens))).exists()
 
     @property
     def checkpoints(self) -> Path:
@@ -91,26 +124,19 @@ class Workspace:
 def main() -> None:
     """Runs every command whose results do not exist yet, and resumes training."""
     options = parse_options()
-    workspace = make_workspace(options.data)
+    workspace = make_workspace(options.data, key=options.json_key)
     prepare(workspace)
-    split = split_of(num_documents(workspace))
-    train(workspace, split=split, minutes=options.minutes, processes=options.processes)
+    split = split_of(document_lengths(workspace))
+    steps = train(workspace, split=split, minutes=options.minutes, processes=options.processes)
     prompt = held_out_passage(workspace, split=split)
-    stage("sample", "a passage of a test document, and its continuation by the trained model (|):")
-    sample = (
-        "megatron.tools.generate",
-        "--load",
-        workspace.checkpoints,
-        "--max-new-tokens",
-        NEW_TOKENS,
-        "--top-p",
-        0.9,
-    )
+    longer = f"a longer run improves it (MINUTES={5 * options.minutes})"
+    stage("sample", f"a passage of a test document, and the model's continuation (|); {longer}:")
+    sample = ("megatron.tools.generate", "--load", workspace.checkpoints, *shlex.split(SAMPLING))
     print(indented(output_of(*sample, "--prompt", prompt), prompt=prompt), flush=True)
     if find_spec("plotly") and find_spec("jinja2"):
         output_of("megatron.tools.report", workspace.checkpoints)
         stage("report", f"{shown(workspace.checkpoints / 'report.html')}")
-    stage("run", f"{shown(workspace.checkpoints)}; run the same command to continue training")
+    stage("run", f"{shown(workspace.checkpoints)}: {outcome_words(workspace, steps=steps, minutes=options.minutes)}")
 
 
 def parse_options() -> argparse.Namespace:
@@ -120,86 +146,156 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--data", help=f"{INPUT_HELP} (preprocess_data.py --input); default: the text that Python ships"
     )
-    parser.add_argument("--minutes", type=int, default=4, help="training time of this call in minutes (default: 4)")
-    parser.add_argument(
-        "--processes", type=int, default=2, help="number of processes that torchrun starts (default: 2)"
-    )
+    parser.add_argument("--json-key", default="text", help="key or column of the text (text)")
+    parser.add_argument("--minutes", type=int, default=4, help="training time of this call (4)")
+    parser.add_argument("--processes", type=int, default=2, help="processes that torchrun starts")
     options = parser.parse_args()
     for name in ("minutes", "processes"):
         if vars(options)[name] < 1:
             parser.error(f"--{name} is {vars(options)[name]}: must be at least 1")
+    if (problem := wrong_keys([options.json_key])) is not None:
+        parser.error(problem)
     return options
 
 
-def make_workspace(data: str | None) -> Workspace:
-    """Returns the corpus's workspace, runs/<name of the corpus> in the current folder."""
+def make_workspace(data: str | None, *, key: str = "text") -> Workspace:
+    """Returns the workspace of this corpus: runs/<name of the corpus> in the current folder."""
     if data is None:
         folder = Path.cwd() / "runs" / "python"
-        return Workspace(folder, (folder / "text.jsonl",))
+        return Workspace(folder, (folder / "text.jsonl",), key)
     try:
         texts = tuple(path.resolve() for path in find_text_files([data]))
-        for text in texts:
-            text.stat()
+        check_key(texts, key)
     except (OSError, ValueError) as error:
         raise SystemExit(f"error: DATA is {data}: {error}") from None
     name = re.sub(r"[^\w.-]+", "_", Path(data).stem).strip("._") or "text"
-    return Workspace(Path.cwd() / "runs" / name, texts)
+    return Workspace(Path.cwd() / "runs" / name, texts, key)
+
+
+def check_key(texts: Sequence[Path], key: str) -> None:
+    """Raises ValueError or OSError if a table lacks the column, or if no document at the start of the text has text
+    under the key.
+    """
+    columns = Columns((key,), flag="KEY= (--json-key)")
+    check_tables(texts, columns)
+    bad_lines: list[BadLine] = []
+    documents = chain.from_iterable(read_raw_documents(path, columns) for path in texts)
+    for document in islice(documents, CHECKED_DOCUMENTS):
+        text, bad = decode_document(document, json_key=key)
+        if text:
+            return
+        bad_lines += bad
+    if bad_lines:
+        raise ValueError(f"{bad_lines[0]}. Choose the key of the text with {columns.flag}")
+    raise ValueError(f"no text in the first {CHECKED_DOCUMENTS} documents")
 
 
 def prepare(workspace: Workspace) -> None:
     """Creates the text, the tokenizer and the tokens, unless they exist."""
     workspace.folder.mkdir(parents=True, exist_ok=True)
-    check_source(workspace)
     if workspace.is_own:
         (text,) = workspace.texts
         if not text.exists():
             stage("text", last_line("megatron.tools.python_corpus", "--output", text))
+    check_source(workspace)
     if not workspace.tokenizer.exists():
-        sizes = ("--vocab-size", VOCAB_SIZE, "--input", *workspace.texts, "--output", workspace.tokenizer)
-        stage("tokenizer", last_line("megatron.tools.train_tokenizer", *sizes))
-    if not workspace.tokens.with_suffix(".idx").exists():
+        remove_tokens(workspace)
+        sizes = ("--vocab-size", VOCAB_SIZE, "--json-key", workspace.key)
+        files = ("--input", *workspace.texts, "--output", workspace.tokenizer)
+        stage("tokenizer", last_line("megatron.tools.train_tokenizer", *sizes, *files))
+    if not workspace.has_tokens:
         files = ("--input", *workspace.texts, "--output-prefix", workspace.folder / "tokens")
-        flags = ("--append-eod", "--workers", os.cpu_count() or 1, *tokenizer_flags(workspace))
-        stage("tokens", last_line("megatron.tools.preprocess_data", *files, *flags))
+        flags = ("--json-keys", workspace.key, "--append-eod", "--workers", os.cpu_count() or 1)
+        stage("tokens", last_line("megatron.tools.preprocess_data", *files, *flags, *tokenizer_flags(workspace)))
 
 
 def check_source(workspace: Workspace) -> None:
-    """Raises SystemExit if the folder's tokens and checkpoints were made from a different text of the same name."""
-    if workspace.is_own:
-        return
-    record = workspace.folder / "source.txt"
-    source = "".join(f"{text}, {text.stat().st_size} bytes\n" for text in workspace.texts)
-    if not record.exists() or not workspace.checkpoints.exists():
-        # Nothing has been trained yet, so files of an earlier text are replaced.
-        if not record.exists() or record.read_text() != source:
-            for made in (workspace.tokenizer, *workspace.folder.glob("tokens_*")):
-                made.unlink(missing_ok=True)
-        record.write_text(source)
-    elif record.read_text() != source:
+    """Removes tokenizer and tokens of another text. Raises SystemExit if a model was trained on them.
+
+    A model is only ever trained on with the tokenizer that it began with.
+    """
+    record = workspace.folder / "source.json"
+    source = {"key": workspace.key, "files": [[str(text), sha256(text)] for text in workspace.texts]}
+    found = json.loads(record.read_text()) if record.exists() else None
+    is_same = found is not None and compared(found) == compared(source)
+    if steps_trained(workspace):
+        if not is_same:
+            was = "text that is not recorded" if found is None else source_words(found)
+            raise SystemExit(
+                f"error: {shown(workspace.folder)} has a run on {was}, not on {source_words(source)}: "
+                "move that folder away, or give the text another name"
+            )
+        if not workspace.tokenizer.exists():
+            raise SystemExit(f"error: {shown(workspace.folder)} lacks the tokenizer of its run: move that folder away")
+    elif not is_same:
+        workspace.tokenizer.unlink(missing_ok=True)
+        remove_tokens(workspace)
+    record.write_text(json.dumps(source, indent=1))
+
+
+def compared(source: dict[str, Any]) -> object:
+    """Returns the part of a source that determines tokens: files may move to another folder."""
+    return source["key"], [(Path(path).name, digest) for path, digest in source["files"]]
+
+
+def source_words(source: dict[str, Any]) -> str:
+    """Describes a source: its first file, with the start of the hash that distinguishes its versions."""
+    (path, digest), *others = source["files"]
+    more = f" and {len(others)} more" if others else ""
+    return f"{shown(Path(path))}{more} (KEY={source['key']}, sha256 {digest[:8]})"
+
+
+def sha256(path: Path) -> str:
+    """Returns the hash of a file's contents."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def remove_tokens(workspace: Workspace) -> None:
+    """Removes the token files of any key."""
+    for path in workspace.folder.glob("tokens_*_document.*"):
+        path.unlink()
+
+
+def split_of(lengths: Sequence[int]) -> str:
+    """Returns the numbers of documents for training, validation and test, for --split.
+
+    They are consecutive and have about 96%, 3% and 1% of the tokens, each at least one sample. lengths: tokens of each
+    document. Raises SystemExit if no such split exists.
+    """
+    ends = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))])  # tokens before each border
+    total = int(ends[-1])
+
+    def first_border(num_tokens: float) -> int:
+        """Returns the first border with at least this number of tokens before it."""
+        return int(np.searchsorted(ends, num_tokens))
+
+    def last_border(num_tokens: float) -> int:
+        """Returns the last border with at most this number of tokens before it; -1 if there is none."""
+        return int(np.searchsorted(ends, num_tokens, side="right")) - 1
+
+    last_test = last_border(total - SAMPLE_TOKENS)
+    last_valid = last_border(ends[last_test] - SAMPLE_TOKENS) if last_test > 0 else -1
+    first_valid = first_border(SAMPLE_TOKENS)
+    if last_valid < first_valid:
         raise SystemExit(
-            f"error: {workspace.folder} was made from {record.read_text().strip()}, DATA is {source.strip()}: "
-            "move that folder away, or give the text another name"
+            f"error: DATA has {total:,} tokens in {len(lengths):,} documents (a .txt is cut at blank lines, after "
+            f"4 KiB or more): at least {3 * SAMPLE_TOKENS} in 3 documents are needed, {SAMPLE_TOKENS} each for "
+            "training, validation and test; give more text"
         )
+    valid = min(max(first_border(TRAIN_SHARE * total), first_valid), last_valid)
+    test = min(max(first_border(VALID_END * total), first_border(ends[valid] + SAMPLE_TOKENS)), last_test)
+    return f"{valid},{test - valid},{len(lengths) - test}"
 
 
-def split_of(num_documents: int) -> str:
-    """Returns the value of --split: 3% of the documents for validation, 1% for test, and at least one for each."""
-    if num_documents < MIN_DOCUMENTS:
-        raise SystemExit(
-            f"error: DATA has {num_documents} documents (a .txt is split at blank lines into 4 KiB or more): must "
-            f"be at least {MIN_DOCUMENTS}, for training, validation and test; give more text"
-        )
-    valid, test = max(1, round(0.03 * num_documents)), max(1, round(0.01 * num_documents))
-    return f"{num_documents - valid - test},{valid},{test}"
+def document_lengths(workspace: Workspace) -> list[int]:
+    """Returns the number of tokens of each document."""
+    lengths: list[int] = IndexedDataset(str(workspace.tokens)).sequence_lengths.tolist()
+    return lengths
 
 
-def num_documents(workspace: Workspace) -> int:
-    """Returns the number of tokenized documents."""
-    return len(IndexedDataset(str(workspace.tokens)).document_indices) - 1
-
-
-def train(workspace: Workspace, *, split: str, minutes: int, processes: int) -> None:
-    """Trains for up to `minutes`, from the latest checkpoint if there is one."""
+def train(workspace: Workspace, *, split: str, minutes: int, processes: int) -> int:
+    """Trains for `minutes` or less, from the latest checkpoint if there is one. Returns the planned last step."""
     flags = (
         *shlex.split(MODEL + SCHEDULE),
         *("--expert-model-parallel-size", gcd(processes, NUM_EXPERTS)),
@@ -225,12 +321,38 @@ def train(workspace: Workspace, *, split: str, minutes: int, processes: int) -> 
         f"{NUM_EXPERTS} experts, {sizes['all'] / 1e6:.1f}M parameters ({sizes['of_a_token'] / 1e6:.1f}M active), "
         f"{processes} processes, {minutes} min (Ctrl-C saves and stops)",
     )
+    if trained:
+        rates = f"restarts at {NEXT_RATE:g} and falls to {LAST_RATE:g}"
+        stage("continued", f"from step {trained:,}, {steps:,} steps more, in which the learning rate {rates}")
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", processes, "-m")
     interval, log_interval = steps // NUM_EVALUATIONS, steps // NUM_LINES
-    length = ("--train-iters", trained + steps, "--lr-warmup-iters", steps // 20, "--exit-duration-in-mins", minutes)
+    length = ("--train-iters", trained + steps, "--exit-duration-in-mins", minutes, *rate_flags(trained, steps=steps))
     intervals = ("--eval-interval", interval, "--save-interval", interval, "--log-interval", log_interval)
     load = ("--load", workspace.checkpoints) if trained else ()
     run(*torchrun, "pretrain_gpt", *flags, *length, *intervals, *load)
+    return trained + steps
+
+
+def rate_flags(trained: int, *, steps: int) -> list[object]:
+    """Returns the flags of the learning rate for `steps` steps after `trained` ones.
+
+    The first run warms up and decays. A continuation restarts at half the rate and decays again: after the first decay
+    the rate is too low to learn much from more text. WSD places the decay at the end of the run, which here are its
+    new steps.
+    """
+    if not trained:
+        return ["--lr-decay-style", "cosine", "--lr-warmup-iters", steps // 20]
+    return [
+        *("--lr", NEXT_RATE, "--lr-decay-style", "WSD", "--lr-wsd-decay-style", "cosine"),
+        *("--lr-wsd-decay-iters", steps),
+    ]
+
+
+def outcome_words(workspace: Workspace, *, steps: int, minutes: int) -> str:
+    """Describes where the training stopped. steps: planned last step."""
+    trained = steps_trained(workspace)
+    stopped = f"stopped by time ({minutes} min) at step {trained:,} of {steps:,}" if trained < steps else "complete"
+    return f"{stopped}; the same command trains on from here"
 
 
 def steps_trained(workspace: Workspace) -> int:
@@ -255,15 +377,16 @@ def plan_words(plan: dict[str, Any]) -> str:
 
 
 def held_out_passage(workspace: Workspace, *, split: str) -> str:
-    """Returns whole lines of the first test document, starting a third of the way in.
-
-    Returns part of a line if the passage contains no whole line.
+    """Returns whole lines from a third of the way into the first test document that is longer than a prompt, or into
+    the longest one; part of a line if that is all.
     """
     tokens = IndexedDataset(str(workspace.tokens))
-    _, _, documents = split_documents(split, num_documents(workspace))
-    assert documents is not None, "split_of assigns at least one document to each split"
-    first = int(tokens.document_indices[documents[0]])
-    start = int(tokens.sequence_lengths[first]) // 3
+    _, _, documents = split_documents(split, len(tokens.sequence_lengths))
+    assert documents is not None, "split_of gives each split a document"
+    lengths = tokens.sequence_lengths
+    longest = max(documents, key=lambda document: int(lengths[document]))
+    first = next((document for document in documents if lengths[document] > PROMPT_TOKENS), longest)
+    start = int(lengths[first]) // 3
     length = min(PROMPT_TOKENS, max(1, start))
     tokenizer = build_tokenizer(
         TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(workspace.tokenizer))
