@@ -279,8 +279,8 @@ def split_of(lengths: Sequence[int]) -> str:
     first_valid = first_border(SAMPLE_TOKENS)
     if last_valid < first_valid:
         raise SystemExit(
-            f"error: DATA has {total:,} tokens in {len(lengths):,} documents (a .txt is cut at blank lines, after "
-            f"4 KiB or more): at least {3 * SAMPLE_TOKENS} in 3 documents are needed, {SAMPLE_TOKENS} each for "
+            f"error: DATA has {total:,} tokens in {len(lengths):,} documents (.txt and .md are cut at blank lines, "
+            f"after 4 KiB or more): at least {3 * SAMPLE_TOKENS} in 3 documents are needed, {SAMPLE_TOKENS} each for "
             "training, validation and test; give more text"
         )
     valid = min(max(first_border(TRAIN_SHARE * total), first_valid), last_valid)

@@ -1,9 +1,9 @@
 """Finds document files, yields their raw documents one at a time, and reports invalid ones. Does not tokenize.
 
 A line of a .jsonl or .json file is an object that stores a document under one of its keys. A row of a Parquet or Arrow
-file is treated as an object whose keys are the column names. A .txt file is split at blank lines into documents of at
-least 4 KiB. Text without blank lines is split after the line that reaches 64 KiB. The concatenated documents of a .txt
-file equal the file. Files other than tables may be compressed.
+file is treated as an object whose keys are the column names. A .txt or .md file is split at blank lines into documents
+of at least 4 KiB. Text without blank lines is split after the line that reaches 64 KiB. The concatenated documents of
+such a file equal the file. Files other than tables may be compressed.
 """
 
 import glob
@@ -19,10 +19,11 @@ from megatron.core.datasets.hugging_face_datasets import HUB_PREFIX, hub_dataset
 from megatron.core.datasets.table_files import PARQUET, TABLE_SUFFIXES, Columns, check_columns, read_rows
 
 JSON_SUFFIXES = (".jsonl", ".json")
-TEXT_SUFFIXES = (".txt",)
+MARKDOWN = ".md"
+TEXT_SUFFIXES = (".txt", MARKDOWN)
 INPUT_HELP = (
-    ".jsonl and .txt files, also compressed (.gz, .bz2, .xz, .zst), .parquet and .arrow files, folders of these, saved "
-    "datasets, patterns, or hf:NAME[:[CONFIG:]SPLIT] for a Hugging Face dataset"
+    ".jsonl, .txt and .md files, also compressed (.gz, .bz2, .xz, .zst), .parquet and .arrow files, folders of these, "
+    "saved datasets, patterns, or hf:NAME[:[CONFIG:]SPLIT] for a Hugging Face dataset"
 )
 SHORTEST_TEXT = 4 << 10
 LONGEST_TEXT = 64 << 10
@@ -187,7 +188,8 @@ def _files_of(path: Path) -> list[Path]:
         inside = _files_inside(path)
         if not inside:
             raise ValueError(f"{path} contains no file that ends in {_suffixes()}")
-        return inside
+        # The README.md of a dataset is not part of its text.
+        return [file for file in inside if _kind(file) != MARKDOWN] or inside
     if not path.is_file():
         is_pattern = glob.escape(str(path)) != str(path)
         raise FileNotFoundError(f"{path} matches no file" if is_pattern else f"{path} does not exist")

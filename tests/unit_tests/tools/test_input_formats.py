@@ -174,7 +174,8 @@ def test_bad_rows_are_skipped_named_and_counted(tmp_path: Path, capsys) -> None:
         ("cut.jsonl.zst", "cut.jsonl.zst is truncated or not a zstd file: the last frame is incomplete"),
         (
             "a.csv",
-            "a.csv must end in .jsonl, .json, .txt (optionally followed by .gz, .bz2, .xz, .zst), .parquet, .arrow",
+            "a.csv must end in .jsonl, .json, .txt, .md (optionally followed by .gz, .bz2, .xz, .zst), .parquet, "
+            ".arrow",
         ),
         ("a.parquet.gz", "a.parquet.gz must end in .jsonl"),
         ("*.avro", "*.avro matches no file"),

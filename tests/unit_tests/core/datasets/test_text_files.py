@@ -73,8 +73,14 @@ def test_files_of_folders_come_sorted_and_others_are_refused(tmp_path: Path) -> 
         path.relative_to(tmp_path).as_posix() for path in find_text_files([str(tmp_path), str(tmp_path / "b.txt")])
     ]
     assert names == ["a/b.json", "a/c.jsonl", "b.txt", "b.txt"]
-    with pytest.raises(ValueError, match=r"readme.md must end in .jsonl, .json, .txt"):
-        find_text_files([str(tmp_path / "a" / "readme.md")])
+    # Markdown is text if it is named, or if a folder has no other text.
+    assert find_text_files([str(tmp_path / "a" / "*.md")]) == [tmp_path / "a" / "readme.md"]
+    for name in ("pages/one.md", "pages/more/two.md", "pages/picture.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert [path.name for path in find_text_files([str(tmp_path / "pages")])] == ["two.md", "one.md"]
+    with pytest.raises(ValueError, match=r"picture.png must end in .jsonl, .json, .txt, .md"):
+        find_text_files([str(tmp_path / "pages" / "picture.png")])
     with pytest.raises(FileNotFoundError, match="none.txt does not exist"):
         find_text_files([str(tmp_path / "none.txt")])
     (tmp_path / "empty").mkdir()
