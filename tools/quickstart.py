@@ -52,8 +52,8 @@ CHECKED_DOCUMENTS = 100
 INTERRUPTED = 130  # exit code by shell convention
 # Tokens of a test document that the trained model continues, and that it adds.
 PROMPT_TOKENS, NEW_TOKENS = 64, 60
-# Chosen by reading continuations of a model after two minutes with temperatures of 0.5 to 0.9: higher ones invent
-# words, lower ones repeat themselves.
+# Of temperatures 0.5 to 0.9 and top-p 0.8 and 0.9, after two minutes of training, the one with the fewest words that
+# the corpus lacks: 3% of 12 continuations. 0.9 has 15%, and 0.5 repeats itself more.
 SAMPLING = f"--max-new-tokens {NEW_TOKENS} --temperature 0.6 --top-p 0.8"
 # Columns of a stage's name.
 NAME_WIDTH = 10

@@ -90,7 +90,9 @@ def _first_rank_callbacks(args: argparse.Namespace, size: tuple[int, int]) -> li
         callbacks.append(ProgressBar(console))
         # Writes through the bar's console, so that lines scroll above the bar.
         write = functools.partial(console.print, markup=False)
-    lines = CompactLines(minutes=args.exit_duration_in_mins or None) if logging.is_compact else None
+    lines = None
+    if logging.is_compact:
+        lines = CompactLines(micro_batch_size=args.micro_batch_size, minutes=args.exit_duration_in_mins or None)
     callbacks.append(ConsoleLog(logging.log_interval, write=write, lines=lines))
     folder = logging.tensorboard_dir or args.save
     if folder is not None:

@@ -16,8 +16,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from megatron.core.transformer.moe.paged_stash.sizing import rounded_up
 from megatron.training.callbacks.base import Callback, EvaluationReport, PoolReport, RunStart, StashReport, StepReport
 
-# Number of acts per layer and step that may be recomputed without a field in compact lines.
-USUAL_RECOMPUTATION = 0.25
+# Share of acts and gate_ups that may be recomputed without a field in compact lines.
+USUAL_RECOMPUTATION = 0.1
 # Minimum number of columns for the name of an evaluated set.
 SHORTEST_LABEL = 20
 
@@ -117,8 +117,15 @@ class CompactLines:
     # Maximum number of columns in a line.
     WIDTH = 110
 
-    def __init__(self, *, minutes: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        *,
+        micro_batch_size: int,
+        minutes: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """Starts the clock for the remaining time. minutes: time limit of the run, from now; None means no limit."""
+        self._micro_batch_size = micro_batch_size
         self._clock = clock
         self._deadline = math.inf if minutes is None else clock() + 60 * minutes
         self._loss_scale: float | None = None  # at the last line
@@ -137,7 +144,7 @@ class CompactLines:
         fields.append(_Field(f"grad norm {last.grad_norm:.3g}", f"norm {last.grad_norm:.2g}"))
         fields.append(_same(f"ETA {self._remaining(train_iters - last.iteration, seconds / len(reports))}"))
         before, self._loss_scale = self._loss_scale or reports[0].loss_scale, last.loss_scale
-        events = _events(reports)
+        events = _events(reports, micro_batch_size=self._micro_batch_size)
         if last.loss_scale != before:
             events.append(_Field(f"loss scale {last.loss_scale:g}", f"scale {last.loss_scale:.3g}"))
         return _fitted(fields, events, width=self.WIDTH)
@@ -166,25 +173,23 @@ class CompactLines:
         return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
-def _events(reports: Sequence[StepReport]) -> list[_Field]:
+def _events(reports: Sequence[StepReport], *, micro_batch_size: int) -> list[_Field]:
     """Returns fields for unusual events since the last line, the most important ones first."""
     counts = [
         ("nan", "nan", sum(report.nan for report in reports)),
         ("skipped", "skip", sum(report.skipped for report in reports)),
     ]
-    stash = reports[-1].stash
+    last, stash = reports[-1], reports[-1].stash
     if stash is not None:
         counts.insert(0, ("discarded", "disc", stash.void_steps))
         if stash.pool is not None:
             counts.append(("spilled", "spill", stash.pool.spilled_pages))
-            if _recomputes_much(stash, stash.pool):
-                counts.append(("recomputed", "recomp", stash.pool.dropped_act + stash.pool.dropped_gate_up))
+            recomputed = stash.pool.dropped_act + stash.pool.dropped_gate_up
+            # Each microbatch has an act and a gate_up in each layer, or several with tensor or context parallelism.
+            num_tensors = 2 * stash.steps * len(stash.rows) * last.global_batch_size // micro_batch_size
+            if recomputed > USUAL_RECOMPUTATION * num_tensors:
+                counts.append(("recomputed", "recomp", recomputed))
     return [_Field(f"{name} {count}", f"{short} {_short_count(count)}") for name, short, count in counts if count]
-
-
-def _recomputes_much(stash: StashReport, pool: PoolReport) -> bool:
-    """Returns whether a gate_up was recomputed, which takes more time than an act, or many acts."""
-    return pool.dropped_gate_up > 0 or pool.dropped_act > USUAL_RECOMPUTATION * stash.steps * len(stash.rows)
 
 
 def _same(text: str) -> _Field:

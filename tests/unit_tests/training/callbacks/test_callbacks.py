@@ -108,7 +108,7 @@ def test_validation_line_has_loss_and_perplexity() -> None:
 def test_a_loss_of_nan_has_a_perplexity_of_nan() -> None:
     report = replace(EVALUATION, losses={"lm loss": math.nan})
     assert "lm loss PPL: NAN |" in format_evaluation_line(report)
-    assert CompactLines().evaluation(report) == "validation at step 4: loss nan, perplexity nan"
+    assert CompactLines(micro_batch_size=1).evaluation(report) == "validation at step 4: loss nan, perplexity nan"
     scalars = evaluation_scalars(report, LoggingConfig(log_validation_ppl_to_tensorboard=True))
     assert math.isnan(scalars["lm loss validation ppl"])
     assert perplexity(math.inf) == perplexity(21.0) == math.exp(20.0)
