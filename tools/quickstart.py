@@ -221,9 +221,10 @@ def check_source(workspace: Workspace) -> None:
     if steps_trained(workspace):
         if not is_same:
             was = "text that is not recorded" if found is None else source_words(found)
+            rename = "" if workspace.is_own else ", or give the text another name"
             raise SystemExit(
                 f"error: {shown(workspace.folder)} has a run on {was}, not on {source_words(source)}: "
-                "move that folder away, or give the text another name"
+                f"move that folder away{rename}"
             )
         if not workspace.tokenizer.exists():
             raise SystemExit(f"error: {shown(workspace.folder)} lacks the tokenizer of its run: move that folder away")
