@@ -47,15 +47,15 @@ SEQ_LENGTH = 256
 SAMPLE_TOKENS = SEQ_LENGTH + 1  # the last token is only a label
 # Shares of the tokens for training, and for training and validation; the rest is for the test.
 TRAIN_SHARE, VALID_END = 0.96, 0.99
-# Documents at the start of the text of which at least one must have text under the key.
+# At least one of this many first documents must have text under the key.
 CHECKED_DOCUMENTS = 100
 INTERRUPTED = 130  # exit code by shell convention
-# Tokens of a test document that the trained model continues, and that it adds.
+# Number of tokens of a test document in the prompt, and number of tokens that the trained model generates.
 PROMPT_TOKENS, NEW_TOKENS = 64, 60
 # Of temperatures 0.5 to 0.9 and top-p 0.8 and 0.9, after two minutes of training, the one with the fewest words that
 # the corpus lacks: 3% of 12 continuations. 0.9 has 15%, and 0.5 repeats itself more.
 SAMPLING = f"--max-new-tokens {NEW_TOKENS} --temperature 0.6 --top-p 0.8"
-# Columns of a stage's name.
+# Width of a stage's name in characters.
 NAME_WIDTH = 10
 
 NUM_EXPERTS = 8
@@ -86,7 +86,7 @@ SCHEDULE = f"""
 
 @dataclass(frozen=True)
 class Workspace:
-    """The files of one corpus: `folder` has the text, the tokenizer, the tokens and the run.
+    """Files of one corpus. `folder` contains the text, the tokenizer, the tokens and the run.
 
     key: key or column of the text.
     """
@@ -107,7 +107,7 @@ class Workspace:
 
     @property
     def tokens(self) -> Path:
-        """Prefix of the .bin/.idx pair."""
+        """Path prefix of the .bin/.idx pair."""
         return self.folder / f"tokens_{self.key}_document"
 
     @property
@@ -210,9 +210,9 @@ def prepare(workspace: Workspace) -> None:
 
 
 def check_source(workspace: Workspace) -> None:
-    """Removes tokenizer and tokens of another text. Raises SystemExit if a model was trained on them.
+    """Removes tokenizer and tokens of a different text. Raises SystemExit if a model was trained on that text.
 
-    A model is only ever trained on with the tokenizer that it began with.
+    A run always continues with the tokenizer that it started with.
     """
     record = workspace.folder / "source.json"
     source = {"key": workspace.key, "files": [[str(text), sha256(text)] for text in workspace.texts]}
@@ -227,7 +227,10 @@ def check_source(workspace: Workspace) -> None:
                 f"move that folder away{rename}"
             )
         if not workspace.tokenizer.exists():
-            raise SystemExit(f"error: {shown(workspace.folder)} lacks the tokenizer of its run: move that folder away")
+            folder = shown(workspace.folder)
+            raise SystemExit(f"error: {folder} does not contain the tokenizer of its run: move that folder away")
+                f"error: {shown(workspace.folder)} does not contain the tokenizer of its run: move that folder away"
+            )
     elif not is_same:
         workspace.tokenizer.unlink(missing_ok=True)
         remove_tokens(workspace)
@@ -240,7 +243,7 @@ def compared(source: dict[str, Any]) -> object:
 
 
 def source_words(source: dict[str, Any]) -> str:
-    """Describes a source: its first file, with the start of the hash that distinguishes its versions."""
+    """Describes a source by its first file and the start of the hash, which distinguishes versions of the file."""
     (path, digest), *others = source["files"]
     more = f" and {len(others)} more" if others else ""
     return f"{shown(Path(path))}{more} (KEY={source['key']}, sha256 {digest[:8]})"
@@ -261,8 +264,8 @@ def remove_tokens(workspace: Workspace) -> None:
 def split_of(lengths: Sequence[int]) -> str:
     """Returns the numbers of documents for training, validation and test, for --split.
 
-    They are consecutive and have about 96%, 3% and 1% of the tokens, each at least one sample. lengths: tokens of each
-    document. Raises SystemExit if no such split exists.
+    The three parts are consecutive and contain about 96%, 3% and 1% of the tokens, and at least one sample each.
+    lengths: number of tokens of each document. Raises SystemExit if no such split exists.
     """
     ends = np.concatenate([[0], np.cumsum(np.asarray(lengths, dtype=np.int64))])  # tokens before each border
     total = int(ends[-1])
@@ -281,8 +284,8 @@ def split_of(lengths: Sequence[int]) -> str:
     if last_valid < first_valid:
         raise SystemExit(
             f"error: DATA has {total:,} tokens in {len(lengths):,} documents (.txt and .md are cut at blank lines, "
-            f"after 4 KiB or more): at least {3 * SAMPLE_TOKENS} in 3 documents are needed, {SAMPLE_TOKENS} each for "
-            "training, validation and test; give more text"
+            f"after 4 KiB or more): must be at least {3 * SAMPLE_TOKENS} in 3 documents, {SAMPLE_TOKENS} each for "
+            "training, validation and test; add more text"
         )
     valid = min(max(first_border(TRAIN_SHARE * total), first_valid), last_valid)
     test = min(max(first_border(VALID_END * total), first_border(ends[valid] + SAMPLE_TOKENS)), last_test)
@@ -323,8 +326,8 @@ def train(workspace: Workspace, *, split: str, minutes: int, processes: int) -> 
         f"{processes} processes, {minutes} min (Ctrl-C saves and stops)",
     )
     if trained:
-        rates = f"restarts at {NEXT_RATE:g} and falls to {LAST_RATE:g}"
-        stage("continued", f"from step {trained:,}, {steps:,} steps more, in which the learning rate {rates}")
+        rates = f"restarts at {NEXT_RATE:g} and decays to {LAST_RATE:g}"
+        stage("continued", f"from step {trained:,} for {steps:,} more steps; the learning rate {rates}")
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", processes, "-m")
     interval, log_interval = steps // NUM_EVALUATIONS, steps // NUM_LINES
     length = ("--train-iters", trained + steps, "--exit-duration-in-mins", minutes, *rate_flags(trained, steps=steps))
@@ -338,8 +341,7 @@ def rate_flags(trained: int, *, steps: int) -> list[object]:
     """Returns the flags of the learning rate for `steps` steps after `trained` ones.
 
     The first run warms up and decays. A continuation restarts at half the rate and decays again: after the first decay
-    the rate is too low to learn much from more text. WSD places the decay at the end of the run, which here are its
-    new steps.
+    the rate is too low to learn much from more text. WSD places the decay at the end of the run, in the new steps.
     """
     if not trained:
         return ["--lr-decay-style", "cosine", "--lr-warmup-iters", steps // 20]
@@ -353,7 +355,7 @@ def outcome_words(workspace: Workspace, *, steps: int, minutes: int) -> str:
     """Describes where the training stopped. steps: planned last step."""
     trained = steps_trained(workspace)
     stopped = f"stopped by time ({minutes} min) at step {trained:,} of {steps:,}" if trained < steps else "complete"
-    return f"{stopped}; the same command trains on from here"
+    return f"{stopped}; run the same command to continue"
 
 
 def steps_trained(workspace: Workspace) -> int:
@@ -378,8 +380,9 @@ def plan_words(plan: dict[str, Any]) -> str:
 
 
 def held_out_passage(workspace: Workspace, *, split: str) -> str:
-    """Returns whole lines from a third of the way into the first test document that is longer than a prompt, or into
-    the longest one; part of a line if that is all.
+    """Returns whole lines from the first third of the first test document that is longer than a prompt.
+
+    Uses the longest document if all are shorter, and returns part of a line if it has only one line.
     """
     tokens = IndexedDataset(str(workspace.tokens))
     _, _, documents = split_documents(split, len(tokens.sequence_lengths))

@@ -124,7 +124,7 @@ def test_another_text_replaces_tokens_but_never_a_trained_run(tmp_path: Path) ->
             check_source(other)
         assert "\n" not in str(error.value) and made[0].exists()
     made[0].unlink()
-    with pytest.raises(SystemExit, match="run lacks the tokenizer of its run"):
+    with pytest.raises(SystemExit, match="run does not contain the tokenizer of its run"):
         check_source(workspace)
 
 
@@ -219,9 +219,9 @@ def test_a_continued_run_decays_from_the_announced_rate() -> None:
 def test_a_run_that_time_stopped_is_told(tmp_path: Path) -> None:
     workspace = Workspace(tmp_path, ())
     trained(workspace)
-    assert outcome_words(workspace, steps=100, minutes=4) == "complete; the same command trains on from here"
+    assert outcome_words(workspace, steps=100, minutes=4) == "complete; run the same command to continue"
     assert outcome_words(workspace, steps=200, minutes=4) == (
-        "stopped by time (4 min) at step 100 of 200; the same command trains on from here"
+        "stopped by time (4 min) at step 100 of 200; run the same command to continue"
     )
 
 
