@@ -1,4 +1,4 @@
-"""What tests of Triton kernels share: kernels that run on the CPU, beside compiled ones."""
+"""Fixtures for tests of Triton kernels: interpreted kernels that run on the CPU, and results of compiled kernels."""
 
 import importlib
 import sys
@@ -16,25 +16,25 @@ STASH = "megatron.core.transformer.moe.paged_stash"
 
 @pytest.fixture
 def compiled_kernels(request: pytest.FixtureRequest) -> dict[str, list[str]]:
-    """What kernels take on each architecture, as lines for the end of the run."""
+    """Resource usage of compiled kernels by architecture, as lines that are printed at the end of the run."""
     return request.config.stash.setdefault(COMPILED, {})
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., ModuleType]]:
-    """`interpreted("triton_kernels")`: a second copy of that module of the stash, whose kernels Triton interprets.
+    """Yields a function that loads a copy of a kernel module that Triton's interpreter runs on the CPU.
 
-    Other packages are given by their whole names. Modules of one that are named triton_* and that it imports are copies
-    too; neither sys.modules nor the package keeps any of them.
-    Triton's language is as before when the test ends; within the test its functions are the interpreter's alone.
+    `interpreted("triton_kernels")` loads a module of the stash. Modules of other packages are given by full name. The
+    triton_* modules of the same package that it imports are copied too. sys.modules and the package store no copy.
+    During the test, functions of Triton's language are interpreted. The end of the test restores them.
     """
     triton = pytest.importorskip("triton")
     language = triton.language
     places = (language, language.core, language.math, language.standard, language.tensor)
     before = [dict(vars(place)) for place in places]
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # what triton.jit looks at when it decorates
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # read by triton.jit when it decorates a function
     for place in places[:-1]:
-        # tl.sum and its like are there as functions to compile, decorated before the line above.
+        # tl.sum and similar functions were decorated before the variable was set, so they would be compiled.
         for name, value in list(vars(place).items()):
             if isinstance(value, triton.runtime.jit.JITFunction):
                 function = triton.jit(value.fn)
@@ -44,13 +44,13 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Modul
     _let_loops_count(monkeypatch)
     _let_bfloat16_be_rounded(monkeypatch)
     yield _load_copy
-    # Functions that it has rewritten use names that it put beside them and that go now.
+    # Rewritten functions use names that the interpreter patched in and that are removed below.
     triton.runtime.interpreter.InterpretedFunction.rewritten_fn.clear()
     for place, values in zip(places, before):
         for name in vars(place).keys() - values.keys():
             delattr(place, name)
         for name, value in values.items():
-            # The interpreter's own versions of functions stay where they were called by others.
+            # Functions called from elsewhere would otherwise remain the interpreter's versions.
             if vars(place)[name] is not value:
                 setattr(place, name, value)
 
@@ -60,7 +60,7 @@ def _method(function: Callable) -> Callable:
 
 
 def _let_loops_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 turns a loop's bound, an array of one number, into an int as NumPy 2.4 and later refuse to."""
+    """Makes tensors usable as loop bounds: Triton 3.6 converts a one-element array to int, which NumPy 2.4 rejects."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     patch_tensor = interpreter._patch_lang_tensor
 
@@ -72,7 +72,7 @@ def _let_loops_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _let_bfloat16_be_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton 3.6 cuts fp32 off where GPUs and torch round it to bf16, halves to even."""
+    """Makes fp32 to bf16 round to nearest even, as on GPUs and in torch. Triton 3.6's interpreter truncates."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     language = importlib.import_module("triton.language")
     convert = interpreter._convert_float

@@ -1,4 +1,4 @@
-"""A world of ranks that are not there, for groups whose sizes and ranks are all that counts. Holds no tests."""
+"""A simulated world of ranks, for process groups of which only the sizes and ranks matter. Contains no tests."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 
 @contextmanager
 def fake_world(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, this process is a rank of torch's fake process group; checks that no groups are left over."""
+    """Makes this process a rank of torch's fake process group, and checks that no groups are left over."""
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         yield

@@ -1,4 +1,4 @@
-"""Blends keep their shares at every point, splits cover the corpus, and the builder agrees on all ranks."""
+"""Blends keep their proportions at every prefix, splits cover the corpus, and the builder agrees on all ranks."""
 
 import os
 from pathlib import Path
@@ -229,7 +229,7 @@ def test_ranks_agree_on_samples_with_one_cache_and_with_one_each(tmp_path: Path,
 def build_without_waiting(folder: str) -> list[int]:
     config = dataset_config(Path(folder) / "a", path_to_cache=str(Path(folder) / "cache"))
     dist.barrier()
-    for _ in range(5):  # everybody builds, damages and reads the same files at once
+    for _ in range(5):  # all ranks build, damage and read the same files concurrently
         corpus = GPTDataset.build_low_level_dataset(str(Path(folder) / "a"), config)
         dataset = GPTDataset(corpus, str(Path(folder) / "a"), np.arange(30), 40, Split.train, config)
         tokens = dataset[7]["tokens"].tolist()
@@ -264,13 +264,13 @@ def test_splits_are_shares_and_ranges_of_a_corpus() -> None:
     assert parse_and_normalize_split("9,1") == pytest.approx([0.9, 0.1, 0.0])
     assert convert_split_vector_to_split_matrix([0.5, 0.25, 0.25]) == [(0.0, 0.5), (0.5, 0.75), (0.75, 1.0)]
     assert convert_split_vector_to_split_matrix([1.0, 0.0, 0.0]) == [(0.0, 1.0), None, None]
-    # A part has only documents that both splits give it.
+    # A part contains only documents that both splits assign to it.
     common = convert_split_vector_to_split_matrix([0.5, 0.5, 0.0], [0.75, 0.0, 0.25])
     assert common == [(0.0, 0.5), None, None]
 
 
 class Numbers(MegatronDataset):
-    """A dataset of a script: sample i is the number of document i, times three."""
+    """A user-defined dataset: sample i is the index of document i, times three."""
 
     @staticmethod
     def build_low_level_dataset(dataset_path: str, config: BlendedMegatronDatasetConfig) -> range:
@@ -329,7 +329,7 @@ def test_validation_sets_of_a_blend_are_built_as_each_would_be_alone(
     plain = build(config(prefixes), sizes=(50, 400, 0))
     assert isinstance(train, BlendedDataset) and test is None
     assert all(torch.equal(train[i]["tokens"], plain[0][i]["tokens"]) for i in range(50))
-    # The third has weight 0.
+    # The third dataset has weight 0.
     assert isinstance(valid, list) and len(valid) == 2
     for own, prefix in zip(valid, prefixes):
         alone = build(config([prefix]), sizes=(50, None if is_full else 400, 0))[1]

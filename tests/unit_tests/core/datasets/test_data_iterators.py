@@ -1,4 +1,4 @@
-"""Batches are equal after a resume and for any number of workers, and workers do not disturb the job."""
+"""Batches are equal after a resume and for any number of workers, and workers do not disturb the training process."""
 
 import os
 import pickle
@@ -58,7 +58,7 @@ def test_batches_have_the_documented_shapes(tmp_path: Path) -> None:
 def test_a_run_resumed_at_any_step_reads_what_the_whole_run_read(tmp_path: Path) -> None:
     parts = datasets(tmp_path)
     assert parts[0] is not None
-    count = len(parts[0]) + 3  # more than two times round: reading goes on behind the last sample
+    count = len(parts[0]) + 3  # more than two epochs: reading continues from the start after the last sample
     whole = take(build_data_iterators(parts, BatchPlan(micro_batch_size=2))[0], count)
     for step in range(count - 3):
         plan = BatchPlan(micro_batch_size=2, consumed_train_samples=2 * step, consumed_valid_samples=2 * step)
@@ -219,12 +219,12 @@ def test_a_trainer_that_fails_does_not_hang_on_its_workers() -> None:
 @pytest.mark.slow
 def test_workers_end_when_the_trainer_is_killed() -> None:
     process, worker = start("sys.stdin.readline()")
-    # Readable when the worker has ended.
+    # Becomes readable when the worker exits.
     ended = os.pidfd_open(worker)
     try:
         process.kill()
         process.communicate(timeout=60)
-        # Sooner than the five seconds after which DataLoader looks.
+        # Shorter than the five seconds between DataLoader's own checks.
         assert select.select([ended], [], [], 4)[0]
     finally:
         os.close(ended)

@@ -1,4 +1,4 @@
-"""Masks and positions at the borders of documents, and stored loss masks, compared with plain loops."""
+"""Masks and positions at document boundaries, and stored loss masks, compared with plain loops."""
 
 from pathlib import Path
 
@@ -101,7 +101,7 @@ def test_a_token_is_learned_where_the_mask_beside_it_says_so(tmp_path: Path, mma
     documents = write_corpus(tmp_path / "a")
     plain = dataset_of(tmp_path / "a", 40)
     cache = sorted(path.name for path in (tmp_path / "cache").rglob("*"))
-    # A token is learned where it is even: the masks of samples then follow from their labels.
+    # Only even tokens contribute to the loss, so each sample's mask follows from its labels.
     write_masks(tmp_path / "a", [1 - document % 2 for document in documents])
     dataset = dataset_of(tmp_path / "a", 40, mmap_bin_files=mmap, eod_mask_loss=True)
     assert sorted(path.name for path in (tmp_path / "cache").rglob("*")) == cache

@@ -1,4 +1,4 @@
-"""Samples compared with the token stream they are cut from, the index cache, and mock data."""
+"""Samples compared with the token stream that they are taken from, the index cache, and mock data."""
 
 import json
 import os
@@ -257,7 +257,7 @@ def test_deferred_indices_are_opened_by_the_first_sample(tmp_path: Path) -> None
     expected = _samples(build(config)[0])
     dataset = build(config)[0]
     assert len(dataset) == len(expected)
-    # A file that is damaged after the start is built again when it is needed.
+    # A cache file damaged after startup is rebuilt when it is read.
     for path in (tmp_path / "cache").rglob("*-train-shuffle.npy"):
         path.write_bytes(b"x" * path.stat().st_size)
     assert _samples(dataset) == expected

@@ -60,7 +60,7 @@ def cyclic(count: int, *, total: int, consumed: int, micro: int, rank: int = 0, 
 
 @given(total=st.integers(1, 30), consumed=st.integers(0, 100))
 def test_cyclic_epochs_are_orders_of_all_samples_on_every_layout(total: int, consumed: int) -> None:
-    """The reference draws each epoch's order by itself."""
+    """Compares with a reference that draws each epoch's order independently."""
     stream = [
         int(sample)
         for epoch in range((consumed + 12) // total + 1)

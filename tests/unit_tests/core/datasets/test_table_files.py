@@ -1,4 +1,4 @@
-"""Rows of tables and lines of compressed files are documents like lines of a .jsonl file; damage is named."""
+"""Table rows and lines of compressed files are read as documents, like lines of a .jsonl file; damage is reported."""
 
 import itertools
 import json
@@ -33,7 +33,7 @@ def write_arrow(path: Path, table: pa.Table) -> Path:
 
 
 def read(path: Path, columns: Columns = TEXT) -> tuple[list[str], list[str]]:
-    """(texts, messages about bad ones)"""
+    """Returns the texts and the messages about invalid documents."""
     found = [decode_document(raw, json_key=columns.keys[0]) for raw in read_raw_documents(path, columns)]
     return [text for text, _ in found], [str(line) for _, bad in found for line in bad]
 
@@ -293,7 +293,7 @@ def test_a_dataset_of_several_splits_asks_for_one(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch) -> Path:
-    """A folder in the layout of a dataset on the hub, with two configurations; nothing is looked up in a network."""
+    """Creates a folder with the layout of a Hugging Face Hub dataset and two configurations. Uses no network."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
     for config in ("en", "de"):

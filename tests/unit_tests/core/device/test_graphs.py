@@ -1,4 +1,4 @@
-"""The calls of CudaGraphs to torch and their order, recorded by a stand-in for torch.cuda, without a GPU."""
+"""Order of CudaGraphs' calls to torch, recorded by a mock of torch.cuda, without a GPU."""
 
 import gc
 from collections.abc import Iterator
@@ -12,12 +12,12 @@ import torch
 
 from megatron.core.device import CudaGraphs
 
-# Whether torch has let go of the pool when it raises at the end of a broken capture: versions differ.
+# Whether torch has released the pool when it raises at the end of a failed capture, which depends on the version.
 LETS_GO_FIRST = [False, True]
 
 
 class Noted:
-    """A torch.cuda.CUDAGraph; the next `broken` ends of captures fail."""
+    """A mock of torch.cuda.CUDAGraph; the next `broken` captures fail when they end."""
 
     log: list[Any] = []
     broken = 0
@@ -91,7 +91,7 @@ def test_a_broken_capture_lets_go_of_pool_and_generators(graphs: CudaGraphs, let
                 raise ValueError("the cause")
         assert patched["_cuda_releasePool"].call_count == (not lets_go_first)
     assert end.call_args.args[1] == "pool 1" and isinstance(raised.value.__context__, ValueError)
-    # The second capture, of nothing, is what lets the generators out.
+    # The second, empty capture unregisters the generators.
     assert Noted.log == [*begun("pool 1"), *begun(None), "end"] and gc.isenabled()
     Noted.log.clear()
     with graphs.capturing():
@@ -111,7 +111,7 @@ def test_captures_of_one_step_wait_for_the_gpu_and_empty_its_cache_once(graphs: 
         assert (waits.call_count, emptied.call_count) == (num_steps, num_steps)
     with graphs.on_capture_stream():
         pass
-    # A step without captures does neither. A capture that is no part of such a step, as that of a whole step, does.
+    # A step without captures does neither. A capture outside such a step, such as that of a whole step, does both.
     for num_captures in (3, 4):
         with graphs.capturing():
             pass

@@ -1,4 +1,4 @@
-"""Pinned memory has its exact size, and is registered and released once, with a stand-in for the CUDA runtime."""
+"""Pinned memory has its exact size, and is registered and released once. Uses a mock of the CUDA runtime."""
 
 import gc
 import mmap
@@ -20,7 +20,7 @@ PAGE = mmap.PAGESIZE
 
 
 class Runtime:
-    """A stand-in for torch.cuda.cudart() that records registered bytes by address. status: result of the next calls."""
+    """A mock of torch.cuda.cudart() that records registered bytes by address. status: result of the next calls."""
 
     def __init__(self) -> None:
         self.registered: dict[int, int] = {}
@@ -112,7 +112,7 @@ def test_a_failed_registration_says_what_was_asked_and_holds_nothing(
     text = str(error.value)
     assert "1073741824 bytes (1.00 GiB) of host memory cannot be registered with cuda:0: out of memory (2)" in text
     assert "ulimit -l) is 8388608 bytes" in text
-    # The error's frames are still alive.
+    # The error's frames are still referenced.
     mapping = made[0]()
     assert mapping is None or mapping.closed
     assert runtime.calls == ["register"]

@@ -1,4 +1,4 @@
-"""Named random-number streams of a GPU, with stand-ins for its generators."""
+"""Named random-number streams of a GPU, with mocks of its generators."""
 
 import pytest
 import torch
@@ -8,12 +8,12 @@ from megatron.core.device import rng
 
 
 class StandIn:
-    """A stand-in for a generator of a GPU: a name for a state that several names may share."""
+    """A mock of a GPU generator that refers to a state, which several generators may share."""
 
     is_captured = False
 
     def __init__(self, device: torch.device | None = None) -> None:
-        self.device, self.state = device, torch.zeros(2, dtype=torch.uint8)  # seed, numbers drawn
+        self.device, self.state = device, torch.zeros(2, dtype=torch.uint8)  # seed and count of numbers drawn
 
     def manual_seed(self, seed: int) -> "StandIn":
         self.set_state(torch.tensor([seed, 0], dtype=torch.uint8))
@@ -63,7 +63,7 @@ def test_a_gpus_streams_are_objects_that_take_the_default_ones_place(monkeypatch
     assert default.draw() == (1, 1)
     StandIn.is_captured = False
     assert [states[1].tolist() for states in tracker.get_states().values()] == [[2, 3], [3, 1]]
-    # A graph holds the state's memory: what a checkpoint brings must be written there.
+    # A graph refers to the state's memory, so loading a checkpoint must write into that memory.
     places = [generator.state.data_ptr() for generator in generators]
     tracker.set_states(begin)
     assert [generator.state.tolist() for generator in generators] == [[2, 0], [3, 0]]

@@ -1,4 +1,4 @@
-"""trace_range marks functions in traces, and enters no range without a profiler."""
+"""trace_range marks functions in traces, and adds no range without a profiler."""
 
 import threading
 from unittest.mock import patch

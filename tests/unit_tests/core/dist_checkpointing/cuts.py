@@ -1,4 +1,4 @@
-"""Random tensors cut into random boxes over ranks, for tests of checkpoints; contains no tests."""
+"""Random tensors split into random boxes over ranks, for tests of checkpoints. Contains no tests."""
 
 import dataclasses
 import itertools
@@ -31,7 +31,7 @@ class CutTensors:
 
 
 def random_tensors(random: Random) -> CutTensors:
-    """Draws one to four tensors of 0 to 3 dimensions, some without elements."""
+    """Draws one to four tensors of 0 to 3 dimensions, some of them empty."""
     tensors = {}
     for index in range(random.randint(1, 4)):
         shape = tuple(random.choice([0, 1, 2, 3, 5, 7]) for _ in range(random.randint(0, 3)))
@@ -42,7 +42,7 @@ def random_tensors(random: Random) -> CutTensors:
 
 
 def strided_copy(random: Random, item: ShardedTensor) -> ShardedTensor:
-    """Returns the same box over other memory, filled with ones: contiguous, transposed, or part of a larger tensor."""
+    """Copies a box into new memory filled with ones: contiguous, transposed, or part of a larger tensor."""
     shape = item.data.shape
     form = random.choice(["contiguous", "transposed", "window"])
     if form == "transposed" and len(shape) > 1:
@@ -55,7 +55,7 @@ def strided_copy(random: Random, item: ShardedTensor) -> ShardedTensor:
 
 
 def _grid(random: Random, shape: tuple[int, ...]) -> list[Box]:
-    """Cuts a shape into a grid of boxes at random positions, some of them empty."""
+    """Splits a shape into a grid of boxes at random positions, some of them empty."""
     intervals = []
     for n in shape:
         lines = sorted([0, n] + [random.randint(0, n) for _ in range(random.randint(0, 2))])

@@ -1,4 +1,4 @@
-"""Files next to the target of a save: what it removes, and what it leaves unchanged."""
+"""Files next to the target folder of a save: which ones the save removes, and which it leaves unchanged."""
 
 import os
 

@@ -1,4 +1,4 @@
-"""GPT models through a checkpoint: the stored tensors do not depend on the implementation of the model."""
+"""Checkpoints of GPT models: the stored tensors do not depend on the implementation of the model."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Plans of several simulated ranks: any boxes saved, any boxes loaded."""
+"""Plans of several simulated ranks: tensors saved in any boxes load in any other boxes."""
 
 import pytest
 import torch
@@ -25,7 +25,7 @@ def offers_of(ranks):
 
 
 def save_as(ranks, folder):
-    """Saves as begin_save does with a process group, simulating one rank after another."""
+    """Saves like begin_save with a process group, simulating one rank after the other."""
     written, metadata = assign_writes(offers_of(ranks))
     files = {}
     for rank, (items, writes) in enumerate(zip(ranks, written, strict=True)):

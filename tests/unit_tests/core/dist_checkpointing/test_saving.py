@@ -26,7 +26,7 @@ def values(number):
     weight = torch.arange(600, dtype=torch.float32).view(20, 30) + number
     return [
         ShardedTensor.whole("weight", weight),
-        # A window of larger memory, with another dtype.
+        # A view into a larger tensor, with a different dtype.
         ShardedTensor.whole("moment", (weight + 1).bfloat16()[1::2, 3:7]),
         ShardedTensor.whole("step", torch.tensor(number)),
         ShardedTensor.whole("flags", torch.tensor([True, False, True])),
@@ -52,7 +52,7 @@ def change(state):
 
 @pytest.fixture
 def held_back(monkeypatch):
-    """Returns an event that data files wait for."""
+    """Returns an event that writes of data files wait for."""
     may_write, write = threading.Event(), saving.write_pieces
 
     def wait_and_write(path, contents, helper):

@@ -1,4 +1,4 @@
-"""Checkpoints in one process without a process group: exact, verified, and atomic under kills."""
+"""Checkpoints in one process without a process group: exact, verified, and atomic when the process is killed."""
 
 import os
 import pickle
@@ -33,7 +33,7 @@ def state_of(value):
 
 
 def load_value(folder):
-    """Returns the value that the checkpoint was made from, after checking that it is complete."""
+    """Returns the value that the checkpoint was created from, after checking that it is complete."""
     state = state_of(-1)
     common = load_items(state, folder)
     value = int(state["rest"][0].data)

@@ -29,7 +29,7 @@ FORMAT_1 = Path(__file__).parent / "format_1"
 
 @pytest.fixture
 def reads(monkeypatch):
-    """Records the sizes in bytes of the memory that is read into, in order."""
+    """Records the size in bytes of each memory region that is read into, in order."""
     sizes, bytes_of = [], storage.bytes_of
 
     def note(tensor):
@@ -50,7 +50,7 @@ BOUND = 64 << 10
         # Rows are read directly into a contiguous target of the same dtype.
         (Box((100, 0), (300, COLUMNS)), torch.float32, 300 * COLUMNS * 4),
         (Box((100, 0), (300, COLUMNS)), torch.float64, 300 * COLUMNS * 4),
-        # A window of columns reads whole rows, a few at a time.
+        # A window of columns requires reading whole rows, a few at a time.
         (Box((0, 17), (ROWS, 3)), torch.float32, ROWS * COLUMNS * 4),
         (Box((7, 17), (20, 30)), torch.bfloat16, 20 * COLUMNS * 4),
     ],
@@ -70,7 +70,7 @@ def test_a_slice_is_read_without_a_copy_of_the_tensor(tmp_path, monkeypatch, rea
 
 def test_an_expert_of_a_stack_is_read_alone_where_one_is_larger_than_the_bound(tmp_path, monkeypatch, reads):
     monkeypatch.setattr(storage, "_READ_BYTES", BOUND)
-    stack = torch.randn(4, 128, 256)  # an expert has 128 KiB
+    stack = torch.randn(4, 128, 256)  # an expert occupies 128 KiB
     save_items(ShardedTensor.whole("experts", stack), tmp_path / "c", common={})
     reads.clear()
     target = torch.zeros(2, 64, 200)
@@ -94,7 +94,7 @@ def folder(tmp_path):
 
 
 def change_piece(folder, number, **changes):
-    """Changes facts about a piece of w in the manifest."""
+    """Changes the manifest's fields of one piece of w."""
     value = json.loads((folder / "manifest.json").read_text())
     pieces = [piece for piece in value["files"]["__0_0.distcp"]["pieces"] if piece["key"] == "w"]
     pieces[number].update(changes)

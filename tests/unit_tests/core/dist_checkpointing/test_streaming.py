@@ -1,4 +1,4 @@
-"""Checkpoints written box by box equal others, and boxes that do not fill their tensors are refused."""
+"""Checkpoints written box by box equal regular ones, and boxes that do not cover their tensors are rejected."""
 
 import weakref
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""How many gradients a bucket group expects of its parameters."""
+"""Number of gradients that a bucket group expects from its parameters."""
 
 from hypothesis import given
 from hypothesis import strategies as st

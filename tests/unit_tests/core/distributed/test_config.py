@@ -1,4 +1,4 @@
-"""Settings of wrappers that contradict each other."""
+"""DDP settings that contradict each other are rejected."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What times of buckets say: worked examples whose answer can be counted on fingers."""
+"""Statistics derived from bucket times, in small examples that can be checked by hand."""
 
 import pytest
 
@@ -20,13 +20,13 @@ def transfer(ready, launched, done, *, waits=(), traffic=Traffic.REDUCE):
 @pytest.mark.parametrize(
     "times, backward_end, share, in_order",
     [
-        # Each at once: two seconds of each of the first two fit, and ran, before the end.
+        # All launched immediately: two seconds of each of the first two could overlap backward, and did.
         ([(1, 1, 3), (3, 3, 5), (6, 6, 8)], 6, 1.0, [True, True]),
-        # The second had to queue behind the first, which ideally it would have too.
+        # The second queues behind the first, as it would in the ideal schedule.
         ([(1, 1, 4), (2, 2, 7), (6, 6, 8)], 6, 1.0, [True, True]),
-        # The first was launched 4 seconds late: of 2 seconds that fitted 1 was hidden; the second had no chance.
+        # The first is launched 4 seconds late and hides 1 of 2 possible seconds. The second could not overlap at all.
         ([(1, 5, 7), (6, 6, 8)], 6, 0.5, [True]),
-        # Nothing was launched before the end.
+        # All launches happen at the end of backward.
         ([(1, 6, 8), (3, 6, 9), (6, 6, 10)], 6, 0.0, [False, False]),
         # One bucket, ready at the end of backward.
         ([(6, 6, 8)], 6, None, []),
@@ -46,7 +46,7 @@ def test_exposed_seconds_are_those_in_which_someone_waited():
 
 def test_hidden_seconds_are_those_under_way_in_which_nobody_waited():
     early = transfer(0, 1, 5, waits=[(3, 4), (4.5, 6)])
-    # Launched beside the first, and so behind it: 5 to 9, waited for from 8 on.
+    # Launched while the first is in flight, so it runs from 5 to 9. It is waited for from 8 on.
     queued = transfer(0, 2, 9, waits=[(8, 10)])
     gather = transfer(0, 0, 100, traffic=Traffic.GATHER)
     step = StepTimes((gather, early, queued), 6)

@@ -1,4 +1,4 @@
-"""GradChecks finds every gradient that is not finite, and no other."""
+"""GradChecks finds exactly the gradients that are not finite."""
 
 from collections import Counter
 from typing import Any
@@ -9,12 +9,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.distributed.consistency import GradChecks
 
-# Below and above what is summed in rows, with and without a rest.
+# Below and above the size that is summed in rows, with and without a remainder.
 SIZES = (1, 4095, 4096, 4096 + 256, 5000, 20001)
 
 
 class Operators(TorchDispatchMode):
-    """Counts operators."""
+    """Counts dispatched operators."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def test_one_bad_element_is_found_wherever_it_is(size: int, bad: float) -> None:
         assert not found(grad)
         grad[place] = bad
         assert found(grad)
-        # Infinities of both signs make a sum NaN, not finite.
+        # Infinities of opposite signs sum to NaN, which is not finite either.
         grad[(place + 1) % size] = -bad
         assert found(grad)
 
@@ -84,7 +84,7 @@ def test_gradients_of_several_dtypes_are_measured_together(caplog: pytest.LogCap
     checks = GradChecks(nan=True, large=True)
     dtypes = {"half": torch.float16, "brain": torch.bfloat16, "single": torch.float32, "double": torch.float64}
     for step in range(7):
-        # Squares of these overflow in fp16.
+        # The squares overflow in fp16.
         size = 600.0 if step < 6 else 60000.0
         grads = {name: torch.full((5,), size, dtype=dtype) for name, dtype in dtypes.items()}
         checks.measure([*grads.items()])

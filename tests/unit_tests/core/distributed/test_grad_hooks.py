@@ -1,4 +1,4 @@
-"""Which hooks fire for which bucket, in which order; what a part of a bucket is; no process group."""
+"""Which hooks fire for a bucket and in which order, and how a bucket is restricted to some parameters."""
 
 import pytest
 import torch
@@ -9,12 +9,12 @@ from megatron.core.distributed.layout import ParamRange, Span
 
 
 def parameters(count: int = 4) -> dict[str, nn.Parameter]:
-    """Parameters of 64 elements, by name."""
+    """Creates parameters of 64 elements, by name."""
     return {f"p{number}": nn.Parameter(torch.full((64,), float(number))) for number in range(count)}
 
 
 def bucket_of(params: dict[str, nn.Parameter], *names: str) -> ReadyBucket:
-    """A bucket of these, with gradients that are ten times as large, and a run for each."""
+    """Builds a bucket of the named parameters. Gradients are 10x the parameters, and each parameter has a run."""
     slices = [ParamRange(name, params[name], Span(64 * place, 64), 0) for place, name in enumerate(names)]
     shard = torch.cat([params[name].detach() for name in names])
 
@@ -27,14 +27,14 @@ def bucket_of(params: dict[str, nn.Parameter], *names: str) -> ReadyBucket:
 
 
 def hooks_of(params: dict[str, nn.Parameter]) -> _HookRegistry:
-    """Without hooks yet."""
+    """Returns an empty hook registry for the parameters."""
     hooks = _HookRegistry({param: name for name, param in params.items()})
     hooks.begin()
     return hooks
 
 
 def fire(hooks: _HookRegistry, bucket: ReadyBucket) -> list[ReadyBucket]:
-    """As a wrapper does that owns the whole bucket."""
+    """Fires the hooks of a bucket as a wrapper that owns the whole bucket does."""
     for one in bucket.slices:
         hooks.fire_param(one.name, one.param)
     return hooks.fire_bucket(bucket)
@@ -56,7 +56,7 @@ def test_hooks_fire_by_kind_then_in_the_order_of_registration() -> None:
     for _ in range(2):
         hooks.begin()
         first, second = bucket_of(params, "p2", "p1"), bucket_of(params, "p0")
-        # The one with p1 is still waited with; the other is free with it, and last.
+        # The post-backward hook of p1 and p0 still waits for p0. Hooks of the first bucket fire first.
         assert fire(hooks, first) == []
         assert fire(hooks, second) == [first, second]
         assert seen == ["1", "1", "bucket p2 p1", "again", "last", "0", "bucket p0", "again", "both 2"]
@@ -75,7 +75,7 @@ def test_a_part_of_a_bucket_is_a_stretch_of_views_with_the_states_of_it() -> Non
     assert [state.settings["lr"] for state in first.states] == ["p3", "p2"]
     assert [state.span for state in first.states] == [Span(0, 64), Span(64, 64)]
     assert torch.equal(first.states[1].moments["m"], torch.full((64,), 4.0))
-    # A rank may own nothing of a parameter, or of all.
+    # A rank may own no element of a parameter, or of any parameter.
     empty = [ParamRange(name, params[name], Span(0, 0), 0) for name in ("p1", "p0")]
     nothing = ReadyBucket("nothing", empty, torch.empty(0), torch.empty(0))
     (part,) = nothing.restricted(["p0"])
@@ -113,7 +113,7 @@ def test_b27_hooks_of_parameters_are_taken_over_and_given_back_with_their_handle
     added = hooks.register_post_accumulate_grad_hook(params["p1"], lambda p: seen.append("added"))
     fire(hooks, bucket_of(params, "p0", "p1"))
     assert seen == ["1", "added"]
-    # Other parameters of the same names.
+    # Different parameters with the same names.
     others = parameters(2)
     hooks.follow({param: name for name, param in others.items()})
     hooks.give_back()

@@ -1,4 +1,4 @@
-"""The phase of an iteration on one rank: what it allows, and what it says where something is called out of turn."""
+"""Phases of an iteration on one rank: allowed transitions, and errors for calls in the wrong order."""
 
 import pytest
 
@@ -20,7 +20,7 @@ def test_an_iteration_collects_finishes_and_steps() -> None:
         assert iteration.is_finished and not iteration.is_collecting
         iteration.step()
         assert iteration.is_finished
-        # A second optimizer over the same parameters agrees to the same step.
+        # A second optimizer over the same parameters may join the same step.
         iteration.step()
     iteration.resume()
     assert iteration.is_collecting

@@ -1,6 +1,6 @@
-"""The order of reductions: the same on all ranks whatever each of them computes first, and what is learned from it.
+"""Reductions are launched in the same order on all ranks, and the order is learned from backward.
 
-Then passes: which groups those of an iteration launch, and when the oldest reduction must be settled.
+Also checks backward passes: which groups each pass launches, and when the oldest reduction must be waited for.
 """
 
 import random
@@ -19,7 +19,7 @@ def learned(sequence, incomplete):
 
 
 class Rank:
-    """Backward passes of one rank: its groups become ready in an order of its own, some of them never."""
+    """Backward passes of one rank, whose groups become ready in random order. Some never become ready."""
 
     def __init__(self, chunks, absent):
         self.sequence = LaunchSequence()
@@ -29,7 +29,7 @@ class Rank:
         self.ready = set()
 
     def events(self, rng):
-        """One step: yields between its gradients, so that ranks may be interleaved."""
+        """Runs one step. Yields after each gradient, so that ranks can be interleaved."""
         self.sequence.start()
         self.launched.append([])
         self.ready = set(rng.sample(self.groups, rng.randint(0, len(self.groups))))
@@ -51,7 +51,7 @@ class Rank:
 def test_all_ranks_launch_the_same_sequence_with_each_group_once(seed):
     rng = random.Random(seed)
     chunks = [rng.randint(1, 4) for _ in range(rng.randint(1, 3))]
-    # Some groups are on other ranks alone.
+    # Some groups exist only on other ranks.
     ranks = [Rank(chunks, absent) for absent in (rng.choice([None, 1]), None, rng.choice([None, 0, 2]))]
     for step in range(8):
         running = [rank.events(rng) for rank in ranks]
@@ -117,7 +117,7 @@ def test_groups_that_an_error_left_are_taken_before_others() -> None:
 
 
 def two_chunks(scope: ReduceScope) -> tuple[_BackwardPasses, LaunchSequence]:
-    """Groups 0 and 1 of the first chunk, 2 and 3 of the second, which backward reaches first."""
+    """Builds two chunks: groups 0 and 1 in the first, 2 and 3 in the second, which backward reaches first."""
     passes, sequence = _BackwardPasses(scope, max_in_flight=2), LaunchSequence(is_armed=True)
     for _ in range(2):
         passes.add_chunk(sequence.add([True, True]))
@@ -126,7 +126,7 @@ def two_chunks(scope: ReduceScope) -> tuple[_BackwardPasses, LaunchSequence]:
 
 
 def begin_pass(passes: _BackwardPasses, sequence: LaunchSequence, *numbers: int) -> list[int]:
-    """Gradients of these groups come; what may be launched."""
+    """Marks the gradients of these groups as ready and returns the groups that may be launched."""
     launched = []
     for number in numbers:
         sequence.count_gradient(number, part=passes.groups_with(number))
@@ -148,12 +148,12 @@ def test_the_end_of_an_iteration_makes_up_for_the_passes_that_a_rank_has_not_had
     passes, sequence = two_chunks(ReduceScope.CHUNK)
     assert passes.rest(sequence) == [2, 3, 0, 1]
     passes.begin()
-    # One chunk's pass has ended, that of the other was broken off after its first launch.
+    # The backward pass of one chunk has ended. The other chunk's pass was aborted after its first launch.
     passes.ended({2, 3}, seen=[])
     assert begin_pass(passes, sequence, 0) == [0]
     assert passes.rest(sequence) == [1]
     assert passes.rest(sequence) == []
-    # A second pass of the same chunk was broken off, and the other chunk has had none.
+    # A second pass of the same chunk was aborted, and the other chunk has had no pass.
     passes.begin()
     sequence.start()
     passes.ended({2, 3}, seen=[])

@@ -1,4 +1,4 @@
-"""Layouts: known offsets, and that every element is in one place, one bucket and one shard."""
+"""Layouts have known offsets, and each element belongs to one place, one bucket and one shard."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ from megatron.core.distributed.layout import ALIGNMENT, Span, lay_out, locate, r
         ({"num_shards": 2, "bucket_size": 60}, (128, 64, 0), [128, 256], [114, 100]),
         ({"num_shards": 4, "bucket_size": 60, "high_busbw": True}, (65536, 64, 0), [65536, 131072], [114, 100]),
         ({"num_shards": 2, "bucket_size": None, "own_bucket": {0}}, (128, 64, 0), [128, 256], [114, 100]),
-        # Shards of 64 elements for each of four ranks, where Megatron has 128 elements for all.
+        # Shards of 64 elements for each of four ranks, where Megatron aligns to 128 elements in total.
         ({"num_shards": 4, "bucket_size": 60}, (256, 64, 0), [256, 512], [114, 100]),
         ({"num_shards": 2, "bucket_size": 60, "split": True}, (128, 64, 0), [128, 256], [128, 100]),
         ({"num_shards": 2, "bucket_size": 9999, "split": True}, (128, 64, 0), [256], [228]),
@@ -57,7 +57,7 @@ def test_every_element_is_owned_exactly_once(drawn, instances):
     shards = layout.num_shards
     owned = sorted((span.start, span.end) for rank in range(shards * instances) for span in layout.owned(rank % shards))
     assert all(start % ALIGNMENT == 0 for span in owned for start in span)
-    # Instances have the same shards: each element once in each.
+    # All instances have the same shards, and each shard occurs once per instance.
     assert all(owned[i : i + instances] == [owned[i]] * instances for i in range(0, len(owned), instances))
     assert _are_gapless(owned[::instances], layout.numel)
     assert [span.numel for span in layout.spans] == sizes
@@ -92,7 +92,7 @@ def test_the_bucket_size_follows_from_what_was_given(given_size, num_buckets, si
 def test_there_are_as_many_buckets_as_asked_for_where_the_parameters_allow_it(sizes, num_buckets, own):
     own = {index for index in own if index < len(sizes)}
     layout = lay_out(sizes, num_shards=2, bucket_size=None, num_buckets=num_buckets, own_bucket=own)
-    # Alone are those of `own`; what lies between two of them is together at best.
+    # Parameters in `own` have separate buckets. Parameters between two of them share at least one bucket.
     least = sum(index in own or index - 1 in own or index == 0 for index in range(len(sizes)))
     assert len(layout.buckets) == max(least, min(num_buckets, len(sizes)))
 

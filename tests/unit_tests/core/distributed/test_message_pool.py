@@ -1,4 +1,4 @@
-"""Memory of messages on a CPU: what is used again, what is kept and what is let go."""
+"""Message memory on a CPU: which blocks are reused, which are kept and which are released."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Parameters and gradients in flat tensors: views, hooks, accumulation."""
+"""Parameters and gradients in flat tensors: views, hooks and accumulation."""
 
 from unittest.mock import patch
 
@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.core.device import Writers
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.bucket_storage import BufferSettings
-from megatron.core.distributed.param_and_grad_buffer import (  # the path of users' plug-ins
+from megatron.core.distributed.param_and_grad_buffer import (  # plug-ins of users import from this path
     BufferKind,
     _ParamAndGradBucketGroup,
     _ParamAndGradBuffer,
@@ -110,7 +110,7 @@ def test_sixteen_bit_gradients_are_scaled_and_summed_in_fp32():
     inputs = [torch.full((1, 3), value, dtype=torch.bfloat16) for value in (256.0, 1.0)]
     for x in inputs:
         model(x).sum().backward()
-    # 257 does not fit into bfloat16, nor does a third of it.
+    # Neither 257 nor a third of it is representable in bfloat16.
     assert torch.equal(grads(buffer)["weight"], torch.full((2, 3), 256.0) * (1 / 3) + 1 / 3)
 
 
@@ -142,7 +142,7 @@ def test_chosen_parameters_add_up_in_fp32_beside_a_16_bit_buffer():
         model(torch.full((1, 3), value, dtype=torch.bfloat16)).sum().backward()
     buffer.buckets[0].grads.launch(is_last=True)
     assert model.weight.main_grad[0, 0] == 259.0 and model.bias.main_grad.dtype == torch.bfloat16
-    assert buffer.slots[0].comm_view[0, 0] == 260.0  # rounded once, where 256 + 1 would have stayed 256
+    assert buffer.slots[0].comm_view[0, 0] == 260.0  # rounded once, unlike a bfloat16 256 + 1, which remains 256
 
 
 @pytest.mark.parametrize(
@@ -162,7 +162,7 @@ def test_the_type_of_gradients(dtype, in_fp32, expected):
 @pytest.mark.parametrize("move", [nn.Module.double, nn.Module.bfloat16, lambda m: m.to("cpu", torch.float16)])
 def test_hooks_survive_a_move_of_the_module(move):
     model = nn.Linear(3, 2)
-    model(torch.ones(1, 3)).sum().backward()  # makes autograd's node for the old dtype
+    model(torch.ones(1, 3)).sum().backward()  # creates autograd's AccumulateGrad node for the old dtype
     model.zero_grad()
     buffer = buffer_of(model)
     move(model)
@@ -171,7 +171,7 @@ def test_hooks_survive_a_move_of_the_module(move):
 
 
 class Tied(nn.Module):
-    """One matrix as embedding and as output."""
+    """Uses one matrix as the embedding and as the output layer."""
 
     def __init__(self):
         super().__init__()
@@ -256,7 +256,7 @@ def test_shard_buffer_returns_the_shard_of_each_rank():
 
 
 class _Stream:
-    """A stream of torch.cuda that notes which streams it was made to wait for."""
+    """A mock of torch.cuda.Stream that records the streams that it waits for."""
 
     def __init__(self) -> None:
         self.waited: list[_Stream] = []

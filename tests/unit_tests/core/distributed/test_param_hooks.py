@@ -1,4 +1,4 @@
-"""Hooks on gradients call their owner, and keep alive only what they are told to."""
+"""Gradient hooks call their owner, and keep only the given objects alive."""
 
 import gc
 

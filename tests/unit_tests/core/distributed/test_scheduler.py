@@ -1,4 +1,4 @@
-"""One rank's DistributedDataParallel: what is launched when, and what misuse is told."""
+"""DistributedDataParallel on one rank: which collectives are launched when, and errors for misuse."""
 
 import copy
 import logging
@@ -24,7 +24,7 @@ def wrapped(model, **settings):
 
 
 class Backwards(nn.Module):
-    """Layers that are used in the opposite order of their registration."""
+    """Layers that are used in the reverse order of their registration."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ def test_b26_each_bucket_is_launched_before_the_next_one_is_complete_once_the_or
         log.record_next_step()
         step(ddp)
         overlapped += [launched_before_next_was_ready(times) for times in log.take_sync()]
-    # The step before these taught the order.
+    # The previous steps learned the order.
     assert overlapped == [[True] * 3] * 2
     assert [group.slots[0].name for group in ddp.bucket_groups] == [f"layers.{i}.weight" for i in (3, 2, 1, 0)]
 
@@ -62,7 +62,7 @@ def test_a_frozen_order_is_that_of_registration():
     for _ in range(3):
         log.record_next_step()
         step(ddp)
-    # Backward gives the first group of the order its gradient last.
+    # The first group in the order receives its gradient last.
     assert [launched_before_next_was_ready(times) for times in log.take_sync()] == [[False] * 3] * 2
 
 
@@ -223,7 +223,7 @@ def test_what_overlap_and_shards_do_not_allow_is_refused():
     ("settings", "words"),
     [
         ({"overlap_grad_reduce": False}, "bucket_size without overlap_grad_reduce"),
-        ({"align_param_gather": False}, None),  # the default of code, unlike that of the command line
+        ({"align_param_gather": False}, None),  # the default in code, unlike on the command line
         (
             {"reduce_scatter_with_fp32_accumulation": True, "use_distributed_optimizer": True},
             "reduce_scatter_with_fp32_accumulation with fp32 gradients",

@@ -1,6 +1,6 @@
-"""Stands in for transformer_engine.pytorch: the published signatures, computed by torch.
+"""A mock of transformer_engine.pytorch with the published signatures, computed by torch.
 
-A call with a keyword that the published classes do not have fails here, too; see write_engine_signatures.py.
+A call with a keyword that the published classes do not accept fails here, too. See write_engine_signatures.py.
 """
 
 import json
@@ -30,7 +30,7 @@ CLASSES: dict[str, Any] = json.loads(SIGNATURES_FILE.read_text())["classes"]
 
 
 def bound(name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call by name; TypeError where the published method does not take them."""
+    """Binds arguments to names. Raises TypeError for arguments that the published method does not accept."""
     signature = CLASSES[name][method]
     given = dict(zip(signature["parameters"], args)) | kwargs
     unknown = sorted(given.keys() - set(signature["parameters"]))
@@ -41,7 +41,7 @@ def bound(name: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 class _Engine(nn.Module):
-    """As there, all have something in state dicts beside their parameters."""
+    """Base class whose state dict contains extra state in addition to the parameters, as in Transformer Engine."""
 
     def get_extra_state(self) -> Tensor:
         return torch.zeros(3, dtype=torch.uint8)
@@ -51,7 +51,7 @@ class _Engine(nn.Module):
 
 
 class Linear(_Engine):
-    """Splits W, and moves activations, as parallel_mode and sequence_parallel say."""
+    """Splits the weight and exchanges activations according to parallel_mode and sequence_parallel."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class Linear(_Engine):
         place = {"dtype": given["params_dtype"], "device": given["device"]}
         self.weight = nn.Parameter(torch.empty(sizes["out"], sizes["in"], **place))
         given["init_method"](self.weight)
-        # As there: without a bias, a tensor without elements.
+        # As in Transformer Engine: without a bias, the attribute is an empty tensor.
         self.bias: Any = nn.Parameter(torch.empty(sizes["out"], **place)) if given["bias"] else torch.Tensor()
         self.adds, self.returns = given["bias"] and not given["return_bias"], given["return_bias"]
 
@@ -105,10 +105,10 @@ class RMSNorm(_Norm):
 
 
 class DotProductAttention(_Engine):
-    """Attends with [S, B, N, D] queries, causal or with a mask that is True where attention is forbidden.
+    """Attention over [S, B, N, D] queries, causal or with a mask that is True where attention is forbidden.
 
-    As there: packed, [T, N, D]; over context-parallel ranks by two chunks of each sequence a rank, of one group or of
-    two levels; keys and values may have two widths.
+    As in Transformer Engine, packed inputs are [T, N, D], and keys and values may have different widths. Under context
+    parallelism, each rank of one group or of two levels of groups has two chunks of each sequence.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -120,7 +120,7 @@ class DotProductAttention(_Engine):
         self.scale = given["softmax_scale"] or self.widths[0] ** -0.5
         self.cp_group = given.get("cp_group")
         if self.cp_group is not None:
-            # From the innermost: first the group that exchanges heads, then that of the ring.
+            # From the innermost: first the group that exchanges heads, then the group of the ring.
             self.levels = self.cp_group if isinstance(self.cp_group, list) else [self.cp_group]
             size = math.prod(group.size() for group in self.levels)
             assert len(given["cp_global_ranks"]) == size and dist.get_rank() in given["cp_global_ranks"]
@@ -177,7 +177,7 @@ class DotProductAttention(_Engine):
 
 @contextmanager
 def fake_engine() -> Iterator[None]:
-    """Inside, `import transformer_engine.pytorch` finds the classes of this module."""
+    """Makes `import transformer_engine.pytorch` find the classes of this module."""
     package, inner = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
     classes: list[Callable[..., Any]] = [Linear, LayerNorm, RMSNorm, DotProductAttention]
     vars(inner).update({one.__name__: one for one in classes})

@@ -1,8 +1,8 @@
-"""Writes engine_signatures.json, what transformer_engine.pytorch takes, from its published wheel; nothing is run.
+"""Writes engine_signatures.json, the parameters of transformer_engine.pytorch, from its wheel without running it.
 
     python -m tests.unit_tests.core.extensions.write_engine_signatures transformer_engine-VERSION-py3-none-any.whl
 
-The wheel comes from the package registry: `pip download --no-deps transformer-engine==VERSION`.
+Download the wheel from the package registry with `pip download --no-deps transformer-engine==VERSION`.
 """
 
 import ast
@@ -14,7 +14,7 @@ from typing import Any
 
 SIGNATURES_FILE = Path(__file__).with_name("engine_signatures.json")
 _PACKAGE = "transformer_engine/pytorch/"
-# Where each class is, and of which others it hands its further keywords to.
+# Files that define each class, followed by those of the classes that receive its other keywords.
 _CLASSES = {
     "Linear": ["module/linear.py"],
     "LayerNorm": ["module/layernorm.py", "ops/basic/layer_norm.py"],
@@ -24,21 +24,21 @@ _CLASSES = {
 
 
 def signatures(wheel: Path) -> dict[str, Any]:
-    """The version, and of each class its methods' parameters in order; "required" are those without a default."""
+    """Returns the version, and each method's parameters in order by class. "required" lists those without a default."""
     found: dict[str, Any] = {"version": wheel.name.split("-")[1], "classes": {}}
     with zipfile.ZipFile(wheel) as package:
         for name, files in _CLASSES.items():
             trees = [ast.parse(package.read(_PACKAGE + file)) for file in files]
             own, *bases = [_methods(tree, name) for tree in trees]
             for base in bases:
-                # Behind **kwargs are the keywords of the operation that the class is made of.
+                # **kwargs are passed on to the operation that the class is built from.
                 known = {*own["__init__"]["parameters"], "normalized_shape"}
                 own["__init__"]["parameters"] += [p for p in base["__init__"]["parameters"] if p not in known]
             found["classes"][name] = {"__init__": own["__init__"], "forward": own.get("forward", _UNARY)}
     return found
 
 
-# Operations are called with their input alone.
+# Operations are called with only their input.
 _UNARY = {"parameters": ["input"], "required": ["input"]}
 
 

@@ -1,4 +1,4 @@
-"""Small GPT models for tests, and the weights of Hugging Face models under Megatron's names; no tests here."""
+"""Small GPT models, and conversion of Hugging Face weights to Megatron's names. Contains no tests."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ LLAMA_LIKE: dict[str, Any] = {
 }
 
 
-# Every width is another one.
+# All widths are different.
 LATENT: dict[str, Any] = {
     **LLAMA_LIKE,
     "multi_latent_attention": True,
@@ -33,7 +33,7 @@ LATENT: dict[str, Any] = {
 
 
 def small_config(**fields: Any) -> TransformerConfig:
-    """A configuration of 2 layers, hidden 32, without dropout, with `fields` on top."""
+    """Returns a configuration of 2 layers and hidden size 32, without dropout, updated with `fields`."""
     defaults: dict[str, Any] = {
         "num_layers": 2,
         "hidden_size": 32,
@@ -49,7 +49,7 @@ def small_config(**fields: Any) -> TransformerConfig:
 
 
 def small_model(config: TransformerConfig, **arguments: Any) -> GPTModel:
-    """A GPTModel of that configuration for 96 tokens and 16 positions, rotary unless `arguments` say otherwise."""
+    """Builds a GPTModel of the configuration for 96 tokens and 16 positions, rotary unless `arguments` override it."""
     defaults: dict[str, Any] = {"position_embedding_type": "rope", "vocab_size": VOCAB, "max_sequence_length": SEQ}
     layers = get_gpt_decoder_block_spec(config)
     defaults["mtp_block_spec"] = get_gpt_mtp_block_spec(config, layers)
@@ -57,24 +57,24 @@ def small_model(config: TransformerConfig, **arguments: Any) -> GPTModel:
 
 
 def small_batch(vocab_size: int = VOCAB) -> tuple[Tensor, Tensor, Tensor]:
-    """input_ids, position_ids and labels: each [2, 16], int64."""
+    """Returns input_ids, position_ids and labels, each [2, 16], int64."""
     tokens = torch.randint(0, vocab_size, (BATCH, SEQ + 1), generator=torch.Generator().manual_seed(5))
     return tokens[:, :-1], torch.arange(SEQ).expand(BATCH, SEQ), tokens[:, 1:]
 
 
 def loss_of(model: GPTModel, **arguments: Any) -> Tensor:
-    """Mean loss of the small batch, with its graph: scalar."""
+    """Returns the mean loss of the small batch, a scalar with its autograd graph."""
     input_ids, position_ids, labels = small_batch(model.unpadded_vocab_size)
     return model(input_ids, position_ids, arguments.pop("attention_mask", None), labels=labels, **arguments).mean()
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Every parameter's gradient by name."""
+    """Returns every parameter's gradient by name."""
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
 def from_hugging_face(tensors: dict[str, Tensor], config: TransformerConfig) -> dict[str, Tensor]:
-    """Weights (or gradients) of a Hugging Face model as those of GPTModel with grouped experts, in fp32."""
+    """Converts weights or gradients of a Hugging Face model to GPTModel's names with grouped experts, in fp32."""
     if "gpt_neox.embed_in.weight" in tensors:
         return {_neox_name(name): value for name, value in tensors.items()}
     renamed = {
@@ -89,7 +89,7 @@ def from_hugging_face(tensors: dict[str, Tensor], config: TransformerConfig) -> 
 
 
 def _neox_name(name: str) -> str:
-    # Per head its query, key and value: the layout is ours.
+    # Each head stores its query, key and value together, which is our layout too.
     for theirs, ours in (
         ("gpt_neox.layers", "decoder.layers"),
         ("attention.query_key_value", "self_attention.linear_qkv"),
@@ -106,7 +106,7 @@ def _neox_name(name: str) -> str:
 
 
 def _named(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tensor]:
-    """Weight and bias, where they exist, of modules by our name and theirs."""
+    """Returns the existing weights and biases of modules under our names. names: our name to the name in `tensors`."""
     return {
         f"{ours}.{kind}": tensors[f"{theirs}.{kind}"]
         for ours, theirs in names.items()
@@ -115,7 +115,7 @@ def _named(tensors: dict[str, Tensor], names: dict[str, str]) -> dict[str, Tenso
     }
 
 
-# Names of what only one of the two kinds of attention has, ours and theirs.
+# Names, ours and theirs, of parameters that only one of the two kinds of attention has.
 _GROUPED = {
     "self_attention.q_layernorm": "self_attn.q_norm",
     "self_attention.k_layernorm": "self_attn.k_norm",
@@ -132,7 +132,7 @@ _LATENT = {
 
 
 def _gpt_oss_experts(layer: dict[str, Tensor], *, hidden_size: int) -> dict[str, Tensor]:
-    """gate_up_proj [E, H, 2F], of which every other column is the gate's, and down_proj [E, F, H], with biases."""
+    """Converts gate_up_proj [E, H, 2F], with interleaved gate columns, and down_proj [E, F, H], with their biases."""
     gate_up, bias = (
         torch.cat((values[..., ::2], values[..., 1::2]), dim=-1)
         for values in (layer["mlp.experts.gate_up_proj"], layer["mlp.experts.gate_up_proj_bias"])
@@ -156,7 +156,7 @@ def _layer(layer: dict[str, Tensor], config: TransformerConfig) -> dict[str, Ten
             **(_LATENT if config.multi_latent_attention else _GROUPED),
             "mlp.linear_fc1": "mlp.gate_up_proj",
             "mlp.linear_fc2": "mlp.down_proj",
-            # gpt-oss names it as we do.
+            # gpt-oss uses our name.
             "mlp.router": "mlp.router" if "mlp.router.weight" in layer else "mlp.gate",
         },
     )

@@ -1,4 +1,4 @@
-"""GPTModel's options, names, padding and initial weights; agreement with other libraries is in its own file."""
+"""GPTModel's options, names, padding and initial weights. Agreement with other libraries is tested separately."""
 
 from typing import Any
 
@@ -27,7 +27,7 @@ EXPERTS: dict[str, Any] = {**LLAMA_LIKE, "num_moe_experts": 4, "moe_aux_loss_coe
 
 
 def logical_values(model: GPTModel) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
-    """What a checkpoint would store, expert by expert: (key, offset) to values."""
+    """Returns the values that a checkpoint would store, expert by expert, by (key, offset)."""
     values = {}
     parameters = dict(model.named_parameters())
     for name, pieces in model_logical_pieces(model).items():
@@ -118,7 +118,7 @@ def test_fp32_gradients_agree_with_fp64(fields: dict[str, Any], tied: bool, posi
     torch.testing.assert_close(loss.double(), expected, atol=1e-5, rtol=1e-5)
     total = torch.cat([grad.flatten() for grad in gradients(reference).values()]).norm()
     for name, grad in gradients(reference).items():
-        if grad.norm() > 1e-6 * total:  # what is left out is zero but for noise, such as the key bias's gradient
+        if grad.norm() > 1e-6 * total:  # smaller gradients, such as the key bias's, are zero up to noise
             error = (gradients(model)[name].double() - grad).norm() / grad.norm()
             assert error < 5e-5, f"{name}: {error}"
 
@@ -205,7 +205,7 @@ def test_an_explicit_causal_mask_is_the_default() -> None:
     model = small_model(small_config(**LLAMA_LIKE, num_query_groups=2))
     forbidden = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).triu(1)
     torch.testing.assert_close(loss_of(model, attention_mask=forbidden), loss_of(model))
-    # Without the place for heads, as many samples as heads would each mask a head.
+    # Without a head dimension, the mask of as many samples as heads would be applied per head.
     for wrong in (forbidden.float(), forbidden[0].expand(2, SEQ, SEQ), forbidden[..., :-1]):
         with pytest.raises(ValueError, match=r"attention_mask is torch.* must be torch.bool.* \[2, 1, 16, 16\]"):
             loss_of(model, attention_mask=wrong)

@@ -1,4 +1,4 @@
-"""GPTModel against models of the transformers library, same weights: logits, loss and every gradient."""
+"""GPTModel compared with models of the transformers library with the same weights: logits, loss and all gradients."""
 
 from typing import Any
 
@@ -54,9 +54,9 @@ SIZES: dict[str, Any] = {
 
 
 def assert_agree(theirs: Any, *, arguments: dict[str, Any], norm_offset: float = 0.0, **fields: Any) -> None:
-    """Copies the weights and compares within 1e-4, in fp32, in evaluation mode.
+    """Copies the weights and compares both models within 1e-4, in fp32, in evaluation mode.
 
-    arguments: GPTModel's. norm_offset: what the other model adds to the weights of its norms.
+    arguments: passed to GPTModel. norm_offset: constant that the other model adds to the weights of its norms.
     """
     config = small_config(**{**LLAMA_LIKE, **fields})
     ours = small_model(config, **arguments).eval()
@@ -129,7 +129,7 @@ OURS: dict[str, Any] = {
     "qk_head_dim": 10,
     "qk_pos_emb_head_dim": 6,
     "v_head_dim": 9,
-    # transformers gives the norms inside attention this one, whatever the others have.
+    # transformers uses this value for the norms inside attention, whatever the other norms use.
     "layernorm_epsilon": 1e-6,
     "num_query_groups": None,
 }
@@ -222,7 +222,7 @@ def test_options_agree_with_the_models_that_have_them(family: str) -> None:
     model, config, settings, fields, arguments = FAMILIES[family]
     theirs = model(config(**{**SIZES, **settings}))
     with torch.no_grad():
-        # Biases and norms start at 0 and 1, where a mistake would not show.
+        # Initial biases of 0 and norm weights of 1 would hide mistakes.
         for value in theirs.parameters():
             if value.dim() == 1:
                 value.add_(0.1 * torch.randn_like(value))

@@ -1,4 +1,4 @@
-"""Maximal update parametrisation: a GPT changes nothing at the base width, and its steps do not grow with the width."""
+"""Maximal update parametrization: no change at the base width, and update sizes that do not grow with the width."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ BASE = 16
 
 
 def rates_of(model: GPTModel, **settings: Any) -> dict[str, float]:
-    """Learning rate of each parameter, relative to OptimizerConfig.lr."""
+    """Returns each parameter's learning rate by name, relative to OptimizerConfig.lr."""
     overrides = settings.pop("config_overrides", None)
     wrapped = wrap(model)
     optimizer = get_megatron_optimizer(OptimizerConfig(**{"lr": 0.5, **settings}), [wrapped], overrides)
@@ -135,7 +135,7 @@ def test_scores_have_the_scale_of_the_base_head(power: float, wanted: float) -> 
     assert DotProductAttention(config, 1).softmax_scale == pytest.approx(wanted)
     assert replace(config).softmax_scale == config.softmax_scale
     latent: Any = small_model(small_config(**LATENT, **fields))
-    # A head is 10 wide.
+    # The head width is 10.
     assert latent.decoder.layers[0].self_attention.core_attention.softmax_scale == pytest.approx(
         2 ** (power - 0.5) / 10**power
     )
@@ -147,13 +147,13 @@ def test_coordinates_do_not_grow_with_the_width() -> None:
     changes = {use: [_changes(width, use_mup=use) for width in (32, 128, 512)] for use in (True, False)}
     for part in range(2):
         own, plain = ([change[part] for change in changes[use]] for use in (True, False))
-        # Of the narrowest model, what its random start adds is a larger share.
+        # The random initialization contributes a larger share in the narrowest model.
         assert own[0] / 3 < own[1] < 1.2 * own[0] and own[1] / 1.5 < own[2] < 1.2 * own[1], own
         assert plain[2] > 2.5 * plain[0] and plain[2] > plain[1] > plain[0], plain
 
 
 def _changes(width: int, *, use_mup: bool) -> tuple[float, float]:
-    """Root mean square of what three steps change in the last hidden states before the norm, and in the logits."""
+    """Returns the RMS change, after three steps, of the last hidden states before the norm and of the logits."""
     base = {"use_mup": True, "mup_base_hidden_size": 32} if use_mup else {}
     config = small_config(
         hidden_size=width, ffn_hidden_size=2 * width, num_attention_heads=width // 8, init_method_std=0.1, **base

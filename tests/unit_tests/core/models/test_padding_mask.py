@@ -1,4 +1,4 @@
-"""padding_mask of GPTModel: what routers leave out of losses and loads, against plain formulas."""
+"""padding_mask of GPTModel: routers exclude padding from losses and loads, as in plain formulas."""
 
 from typing import Any
 
@@ -56,7 +56,7 @@ def _watch(model: GPTModel) -> list[Tensor]:
 
 
 def _plain_losses(logits: Tensor, padding: Tensor, config: Any) -> dict[str, Tensor]:
-    """Losses of one router without the tokens of padding: [B, S]."""
+    """Returns the losses of one router, excluding padding tokens: [B, S]."""
     sequences = [logits[~padding[b], b] for b in range(BATCH)]
     valid = torch.cat(sequences)
     whole = naive.balancing_loss(*naive.shares(valid, config), config)
@@ -101,7 +101,7 @@ def test_layers_that_predict_further_tokens_leave_out_padding_here_and_ahead() -
     tokens = model.aux_losses.layer_totals().tokens_per_expert
     assert len(logits) == len(tokens) == config.num_layers + 2
     for depth in (1, 2):
-        # Tokens after the end count as without padding, so the mask has no entries there.
+        # Tokens after the end are not padding, so the mask has no entries for them.
         ahead = PADDING.roll(-depth, dims=1)
         ahead[:, -depth:] = False
         outside = PADDING | ahead
@@ -142,7 +142,7 @@ def test_dense_layers_compute_padding_like_other_tokens() -> None:
 
 
 class _Plain(nn.Module):
-    """A dense feed-forward layer of a user that knows nothing of padding."""
+    """A user's dense feed-forward layer that does not support padding masks."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -154,7 +154,7 @@ class _Plain(nn.Module):
 
 
 class _Experts(BaseMoELayer):
-    """A layer with experts of a user, whose router is never told what is padding."""
+    """A user's expert layer, whose router does not receive the padding mask."""
 
     def forward(self, hidden_states: Tensor) -> tuple[Tensor, None]:
         """hidden_states: [S, B, H], fp32. Returns the same and no bias."""

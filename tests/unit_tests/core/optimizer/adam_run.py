@@ -1,4 +1,4 @@
-"""A run in every form that Adam's kernel steps, for its tests here and on GPUs."""
+"""Flat runs in every form that Adam's kernel supports, for its tests on CPUs and GPUs. Contains no tests."""
 
 from typing import Any
 
@@ -8,10 +8,10 @@ from torch import Tensor
 from megatron.core.optimizer.adam import AdamRates, FlatAdam, Masters, StateForm
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
-# A tile that is not full, and more tiles than programs.
+# The last tile is partial, and there are more tiles than programs.
 NUMEL = 64 * 37
-LR = 2.0**-7  # the same in fp32 and fp64
-# Parameters, the form of states, gradients, and where parameters are written.
+LR = 2.0**-7  # exactly representable in fp32 and fp64
+# Dtype of parameters, form of states, dtype of gradients, and dtype that parameters are written to.
 FORMS = [
     (F32, StateForm(F32, Masters.NONE), F32, None),
     (F32, StateForm(F32, Masters.NONE), BF16, None),
@@ -30,10 +30,10 @@ FORMS = [
 
 
 class Run:
-    """A run of random numbers of any sizes, with moments as after some steps, and what is kept of it as bytes."""
+    """A run of random values of widely varying sizes, with moments as after some steps, and its state as bytes."""
 
     def __init__(self, params: torch.dtype, form: StateForm, outs: torch.dtype | None, device: str = "cpu") -> None:
-        # A block of zeros, and blocks from very small to very large numbers.
+        # A block of zeros, and blocks of very small to very large values.
         sizes = torch.logspace(-9, 3, NUMEL // 64).repeat_interleave(64)
         sizes[64:128] = 0
         generator = torch.Generator().manual_seed(1)
@@ -65,14 +65,14 @@ def settings(device: str = "cpu", **given: Any) -> AdamRates:
 def assert_near(
     run: Run, expected: Run, *, old: list[Tensor], rates: AdamRates, torch_grad: Tensor | None = None
 ) -> None:
-    """That both have made the same fourth step from `old`, up to the order of roundings; all [NUMEL], fp32.
+    """Asserts that both runs made the same fourth step from `old`, up to rounding order; all [NUMEL], fp32.
 
-    torch_grad: given if torch's kernel on a GPU has made the step of `run`: the gradient that it added to the mean.
+    torch_grad: the gradient added to the mean, if torch's kernel on a GPU made the step of `run`.
     """
     new, eps = expected.values(), torch.finfo(F32).eps
     main, mean, square = (torch.maximum(before.abs(), after.abs()) for before, after in zip(old, new))
-    # torch's kernel rounds some products and sums together: a digit of the larger operand. Of parameters, both of what
-    # they were and of how far a mean of that size would have moved them, where what it was and the gradient cancel.
+    # torch's kernel fuses some multiply-adds, which changes one digit of the larger operand. A parameter's bound uses
+    # the old value and the largest update by a mean of that size, because the old value and the gradient may cancel.
     corrections = [1 - beta**4 for beta in rates.betas]
     root = (new[2] / corrections[1]).sqrt() + rates.eps
     moved = LR / corrections[0] * mean / root
@@ -80,8 +80,8 @@ def assert_near(
     if torch_grad is not None:
         # On a GPU that kernel rounds the betas and their powers to fp32, by up to 2**-25, before it subtracts them from
         # 1. The gradient's coefficients are off by 2 eps of 0.1 for 0.9 and by 108 eps of 0.001 for 0.999, and the
-        # corrections of the fourth step by 2 and 159 eps. An H200 was off as these numbers say, by up to 5.3 eps of the
-        # mean, 103 eps of the square, and 54 eps of what bounds a parameter.
+        # corrections of the fourth step by 2 and 159 eps. Deviations measured on an H200 agree: up to 5.3 eps of the
+        # mean, 103 eps of the square, and 54 eps of the bound of a parameter.
         rounded = [_rounded(beta) for beta in rates.betas]
         lost = [abs(rough - beta) for rough, beta in zip(rounded, rates.betas)]
         powers = [(_rounded(rough**4), beta**4) for rough, beta in zip(rounded, rates.betas)]

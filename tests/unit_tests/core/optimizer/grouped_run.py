@@ -1,4 +1,4 @@
-"""A model whose parameters are in several groups, with rates that move and gradients that overflow now and then."""
+"""A model with several parameter groups, changing learning rates, and gradients that occasionally overflow."""
 
 import math
 
@@ -12,7 +12,7 @@ from tests.unit_tests.core.optimizer.reference import microbatches, tiny_model, 
 
 FP16 = {"fp16": True, "initial_loss_scale": 3.0 * 2**10, "loss_scale_window": 3, "hysteresis": 1}
 PRECISE = {"bf16": True, "use_precision_aware_optimizer": True, "exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}
-# Three good steps after the overflows make the loss scale grow; one more has the larger scale.
+# Three good steps after the overflows increase the loss scale, and one more step uses the larger scale.
 STEPS, OVERFLOWS = 8, {2, 3}
 
 
@@ -21,7 +21,7 @@ def dtype_of(settings):
 
 
 def build(settings, device="cpu"):
-    """The wrapped model and its optimizer: groups of their own rates, of --decoupled-lr, and the usual two."""
+    """Builds the wrapped model and its optimizer: groups with overrides, with --decoupled-lr, and the usual two."""
     torch.manual_seed(0)
     model = nn.ModuleDict({"body": tiny_model(), "output_layer": nn.Linear(4, 3)}).to(device, dtype_of(settings))
     model.forward = lambda x: model["output_layer"](model["body"](x))
@@ -31,7 +31,7 @@ def build(settings, device="cpu"):
 
 def prepare_gradients(wrapped, optimizer, step):
     for number, group in enumerate(optimizer.param_groups):
-        group["lr"] = 0.1 / (step + 3 + number)  # as a schedule: numbers that fp32 does not hold
+        group["lr"] = 0.1 / (step + 3 + number)  # like a schedule: values that are not exact in fp32
     optimizer.zero_grad()
     (x,) = microbatches(step)
     x = x.to(next(wrapped.parameters())) * (math.inf if step in OVERFLOWS else 1.0)

@@ -1,4 +1,4 @@
-"""A small model, its training with our optimizer, and the same training with torch's optimizer alone."""
+"""A small model, its training with our optimizer, and the same training with only torch's optimizer."""
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ ALIGNMENT = 64
 
 
 def tiny_model(dtype=torch.float32, seed=0):
-    """Parameters of 1, 5, 35 and 4 x 33 elements: none is a multiple of 64, and decayed ones alternate with others."""
+    """Builds a small model. No parameter size is a multiple of 64, and every other parameter has weight decay."""
     torch.manual_seed(seed)
     return nn.Sequential(nn.Linear(5, 7), nn.LayerNorm(7), nn.Linear(7, 33), nn.GELU(), nn.Linear(33, 4)).to(dtype)
 
@@ -23,7 +23,7 @@ def microbatches(step, count=1, dtype=torch.float32, rows=6):
 
 
 def wrap(model, group=None, *, overlap=None, pg_collection=None, **settings):
-    """Data parallel over `group`, with gradients in fp32. overlap, settings: of the two configurations."""
+    """Wraps a model in data parallelism with fp32 gradients. overlap and settings: fields of the two configurations."""
     return DistributedDataParallel(
         ModelParallelConfig(**settings),
         DistributedDataParallelConfig(grad_reduce_in_fp32=True, **overlap or {}),
@@ -33,7 +33,7 @@ def wrap(model, group=None, *, overlap=None, pg_collection=None, **settings):
 
 
 def wrap_and_build(model, group=None, config_overrides=None, **settings):
-    """The wrapped model and its optimizer; settings are OptimizerConfig's, lr 0.01 by default.
+    """Returns the wrapped model and its optimizer. settings: OptimizerConfig's fields; lr defaults to 0.01.
 
     config_overrides: in addition to the standard ones.
     """
@@ -45,7 +45,7 @@ def wrap_and_build(model, group=None, config_overrides=None, **settings):
 
 
 def our_step(wrapped, optimizer, inputs):
-    """One step; the loss is the mean of squares, averaged over the microbatches `inputs`."""
+    """Makes one step whose loss is the mean of squares, averaged over the microbatches `inputs`."""
     optimizer.zero_grad()
     for x in inputs:
         optimizer.scale_loss(wrapped(x).square().mean() / len(inputs)).backward()
@@ -54,7 +54,7 @@ def our_step(wrapped, optimizer, inputs):
 
 
 class TorchReference:
-    """torch's fused optimizer, one padded fp32 tensor a parameter, gradients summed in fp32 by hand."""
+    """Trains with torch's fused optimizer, one padded fp32 tensor per parameter, and gradients summed in fp32."""
 
     def __init__(self, model, make_optimizer, clip_grad=0.0):
         self.model, self.clip_grad = model, clip_grad
@@ -72,7 +72,7 @@ class TorchReference:
             for total, p in zip(totals, self.model.parameters()):
                 total += p.grad.float()
         norm = torch.linalg.vector_norm(torch.cat([t.flatten() for t in totals]).double()).float().item()
-        # What a clip factor of clip / (norm + eps) means when gradients are divided instead.
+        # Divides gradients instead of multiplying by the clip factor clip / (norm + eps).
         divisor = torch.tensor(max(1.0, 1.0 / (self.clip_grad / (norm + 1e-6))) if self.clip_grad else 1.0)
         for main, total in zip(self.mains, totals):
             main.grad = self._padded(total / divisor)

@@ -1,4 +1,4 @@
-"""Adam state spread as a layout spreads it, without an optimizer around it; no communication, no test."""
+"""Adam state sharded according to a layout, without an optimizer or communication. Contains no tests."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +21,12 @@ from megatron.core.optimizer.state_dict import (
 )
 
 KINDS = (EXP_AVG, EXP_AVG_SQ, MASTERS)
-# Sizes that do not divide, one number, none, and memory that is not in logical order.
+# Sizes that are not divisible, a scalar, an empty tensor, and memory that is not in logical order.
 SHAPES = [(7, 5), (64,), (), (0, 3), (2, 3, 5, 4), (6, 9), (2, 3, 4, 3, 2), (41, 33), (3, 1)]
 
 
 def make_params(*dtypes: torch.dtype) -> list[nn.Parameter]:
-    """A parameter of each shape, the dtypes in turn, some channels_last and one transposed."""
+    """Creates a parameter of each shape, cycling through the dtypes. Some are channels_last and one is transposed."""
     dtypes = dtypes or (torch.float32,)
     params = []
     for number, shape in enumerate(SHAPES):
@@ -44,7 +44,7 @@ def make_params(*dtypes: torch.dtype) -> list[nn.Parameter]:
 
 
 def any_state(params: list[nn.Parameter], seed: int = 0) -> dict[int, dict[str, Tensor]]:
-    """Whole values for every parameter, fp32 (fp64 of such), contiguous; masters that round to the parameters."""
+    """Returns random unsharded state in fp32 or fp64, contiguous, with masters that round to the parameters."""
     chance = torch.Generator().manual_seed(seed)
     state: dict[int, dict[str, Tensor]] = {}
     for index, param in enumerate(params):
@@ -58,7 +58,7 @@ def any_state(params: list[nn.Parameter], seed: int = 0) -> dict[int, dict[str, 
 
 @dataclass
 class SpreadAdam:
-    """What one rank of several keeps; one buffer for each group and dtype, cut into small buckets."""
+    """State of one rank, with one buffer for each group and dtype, split into small buckets."""
 
     groups: list[list[nn.Parameter]]
     rank: int = 0
@@ -124,12 +124,12 @@ class SpreadAdam:
         self.load_state_dict(state_dict)
 
     def fill(self, state: dict[int, dict[str, Tensor]]) -> "SpreadAdam":
-        """Loads whole values, as any_state makes them."""
+        """Loads unsharded values as returned by any_state."""
         self.load_state_dict({**self.state_dict(), "state": state})
         return self
 
     def values(self) -> dict[int, dict[str, Tensor]]:
-        """What it holds, as any_state makes it; NaN where other ranks hold the rest."""
+        """Returns this rank's values in the form of any_state, with NaN for elements of other ranks."""
         params = [param for params in self.groups for param in params]
         wides = {part.index: part.adam.wide for part in self.ranges}
         found = {}
@@ -147,7 +147,7 @@ class SpreadAdam:
         return found
 
     def lacks(self, state: dict[int, dict[str, Tensor]]) -> list[str]:
-        """Names what this rank holds with other bits than `state`."""
+        """Names the local values that differ from `state`."""
         wrong = []
         for index, entry in self.values().items():
             for kind, held in entry.items():
@@ -158,6 +158,6 @@ class SpreadAdam:
 
 
 def in_memory_order(values: Tensor, param: nn.Parameter) -> Tensor:
-    """Values of a parameter's shape, any dtype, as its memory has them: [numel]."""
+    """Returns the values in the order of the parameter's memory: [numel]."""
     memory = torch.empty_strided(param.shape, param.stride(), dtype=values.dtype)
     return memory.copy_(values).as_strided((param.numel(),), (1,))

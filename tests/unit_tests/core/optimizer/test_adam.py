@@ -1,4 +1,4 @@
-"""Flat runs step as torch's own Adam does, in every form of storage, and not at all where the device says so."""
+"""Flat runs step like torch's Adam in every form of storage, and skip the step when the device says so."""
 
 import itertools
 import math
@@ -22,13 +22,13 @@ from megatron.core.optimizer.adam import (
 )
 
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
-# More than one piece, and a piece that is not full.
+# More than one piece, with a partial last piece.
 NUMEL = 64 * 1100
 LR = 1e-2
 
 
 def forms() -> list[tuple[torch.dtype, StateForm]]:
-    """Every dtype of parameters with every form of states that it may have."""
+    """Returns every parameter dtype with every form of states that it supports."""
     made = []
     for params, dtype, masters, is_scaled in itertools.product(DTYPES, DTYPES, Masters, (False, True)):
         form = StateForm(dtype, masters, is_scaled)
@@ -46,7 +46,7 @@ all_forms = pytest.mark.parametrize(
 
 
 def all_forms_with(**options: Sequence[Any]) -> pytest.MarkDecorator:
-    """Every form with one of an option's values in turn, and under `make soak` with each of them."""
+    """Parametrizes over all forms. Each form uses one value of the option in turn, or all values under `make soak`."""
     ((name, values),) = options.items()
     cases = [
         pytest.param(*form, value, marks=() if (number + at) % len(values) == 0 else pytest.mark.soak)
@@ -69,7 +69,7 @@ def step(state: FlatAdam, grad: Tensor, *, out: Tensor | None = None, divisor=1.
 
 
 class Run:
-    """A run after two steps, with what a step may change."""
+    """A run after two steps, and the memory that a step may change."""
 
     def __init__(self, params: torch.dtype, form: StateForm) -> None:
         self.model = normal(0, params)
@@ -117,7 +117,7 @@ def test_gradients_divided_in_place_step_to_the_same_bits(dtype: torch.dtype) ->
 
 
 def test_both_dtypes_step_in_one_call_of_adam_step() -> None:
-    """Each as alone: what is plain goes to one kernel a dtype, the rest by itself."""
+    """Compares with separate steps: plain runs share one kernel per dtype, and the other runs step individually."""
     alone = [Run(params, form) for params, form in forms()]
     together = [Run(params, form) for params, form in forms()]
     for run in alone:
@@ -139,7 +139,7 @@ def test_bf16_with_remainders_is_the_fp32_run_bit_for_bit() -> None:
         read = [stored.main.read(0, NUMEL).view(torch.int32) for stored in states]
         assert torch.equal(read[0], read[1]) and torch.equal(read[2], read[1])
         assert torch.equal(rounded, whole.bfloat16())
-        # Halves alone are rounded away from zero.
+        # Only ties are rounded away from zero.
         is_half = read[1] & 0xFFFF == 0x8000
         assert torch.equal(halves[~is_half], rounded[~is_half])
 
@@ -163,7 +163,7 @@ def test_a_gradient_counts_divided_and_is_only_read(params: torch.dtype, form: S
         for divisor in (4.0, torch.tensor(4.0)):
             step(divided.state, grad, out=divided.out, divisor=divisor)
             assert torch.equal(grad, normal(3, dtype))
-            # No digit is lost: the least of them is far above what fp16 can say.
+            # No digit is lost, because the smallest value is far above fp16's smallest.
             step(whole.state, grad.float() / 4, out=whole.out)
             assert all(map(torch.equal, divided.memory(), whole.memory()))
 
@@ -174,7 +174,7 @@ def test_divided_gradients_step_to_the_bits_of_torchs_own_division(dtype: torch.
     state = FlatAdam.of_form(theirs.detach().clone(), StateForm(dtype, Masters.NONE))
     optimizer = torch.optim.AdamW([theirs], lr=LR, weight_decay=0.1, fused=True)
     divisor, skip = torch.tensor(3.0), torch.tensor(0.0)
-    vars(optimizer).update(grad_scale=divisor, found_inf=skip)  # as torch.amp.GradScaler gives them
+    vars(optimizer).update(grad_scale=divisor, found_inf=skip)  # as torch.amp.GradScaler passes them
     for number in range(5):
         skip.fill_(number == 2)
         theirs.grad = normal(number, dtype)
@@ -196,7 +196,7 @@ def test_without_bias_correction_moments_count_as_they_are(dtype: torch.dtype, a
         slope = grad.double() + (0.0 if adam_w_mode else 0.1 * expected)
         mean, square = 0.9 * mean + 0.1 * slope, 0.999 * square + 0.001 * slope**2
         expected = expected * (1 - 0.1 * LR if adam_w_mode else 1.0) - LR * mean / (square.sqrt() + 1e-8)
-    # Without correction the first steps are longer, up to 0.03 each, from gradients of which a few cancel to the digit.
+    # Without bias correction the first steps are larger, up to 0.03 each, and a few gradients nearly cancel.
     torch.testing.assert_close(model.double(), expected, rtol=0, atol=20 * torch.finfo(dtype).eps)
     assert state.step == 5
 

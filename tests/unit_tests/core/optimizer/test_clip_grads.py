@@ -1,4 +1,4 @@
-"""Norm, clipping and zero count."""
+"""Gradient norm, clipping and count of zeros."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Steps that the device decides on against the host's own, bit for bit, and what a graph of them needs."""
+"""Steps decided on the device are bit-identical to steps decided on the host, and satisfy the needs of a CUDA graph."""
 
 import math
 from itertools import product
@@ -44,7 +44,7 @@ def device_step(optimizer, discard=None):
 
 
 OPTIONS = {"settings": PRECISIONS, "optimizer": ["adam", "sgd"], "clip_grad": [0.0, 0.05]}
-# Every two options meet; all three of them in the long run.
+# All pairs of options; `make soak` runs all triples.
 CASES = [tuple(case.values()) for case in pairwise(**OPTIONS)]
 MORE_CASES = [case for case in product(*OPTIONS.values()) if case not in CASES]
 

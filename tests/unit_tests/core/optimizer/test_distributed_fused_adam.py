@@ -1,4 +1,4 @@
-"""What DistributedFusedAdam refuses, by name, value and what would be right."""
+"""Errors of DistributedFusedAdam name the rejected argument, its value and a valid value."""
 
 import gc
 import math
@@ -18,7 +18,7 @@ def weight(dtype=FP32):
     return nn.Parameter(torch.zeros(8, 4, dtype=dtype))
 
 
-# Settings, dtype of the parameter, and what the error says: what was given, and what would be right.
+# Settings, dtype of the parameter, and the error message, which states the given and a valid value.
 REFUSED = [
     ({"lr": -1.0}, FP32, "lr.*-1.0"),
     ({"lr": math.nan}, FP32, "lr.*nan"),

@@ -1,4 +1,4 @@
-"""Runs of a rank that owns any part of a buffer: what they cover, and that all shards step as the whole does."""
+"""Runs of a rank that owns any part of a buffer: which elements they cover, and that shards step like the whole."""
 
 from random import Random
 
@@ -22,7 +22,7 @@ GRID = 64
 
 
 class Shard(_ParamAndGradBuffer):
-    """A buffer of which this rank owns some spans alone."""
+    """A buffer of which this rank owns only some spans."""
 
     def __init__(self, model: nn.Module, owned: list[Span] | None = None):
         named = list(model.named_parameters())
@@ -59,7 +59,7 @@ def test_runs_of_all_owned_spans_hold_every_parameter_element_once(seed: int) ->
         assert len({run.group for _ in run.params}) == 1
     for parameter in model:
         assert torch.equal(parameter.flatten(), torch.arange(1, parameter.numel() + 1).float())
-    # Padding is in runs too, and in none of their parameters.
+    # Runs cover padding too, which belongs to no parameter.
     assert buffer.param_data.count_nonzero() == sum(sizes)
 
 
@@ -76,7 +76,7 @@ def test_a_step_of_all_shards_is_a_step_of_the_whole_bit_for_bit(dtype: torch.dt
     whole = tiny_model(dtype)
     _step(Shard(whole), config)
     total = Shard(tiny_model(dtype)).numel
-    # Ranks of one, two and more grid cells; the cuts fall inside parameters and groups.
+    # Shards of one, two and five grid cells. Their boundaries lie inside parameters and groups.
     for size in (GRID, 2 * GRID, 5 * GRID):
         model = tiny_model(dtype)
         _step(Shard(model, [Span(a, min(size, total - a)) for a in range(0, total, size)]), config)
@@ -85,7 +85,7 @@ def test_a_step_of_all_shards_is_a_step_of_the_whole_bit_for_bit(dtype: torch.dt
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_is_stepped_in_other_memory_comes_back(overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A copy beside the parameters stands for one in the host's memory beside a GPU."""
+    """Simulates host masters of GPU parameters with separate copies on the CPU."""
     monkeypatch.setattr(adam, "HOST_CHUNK", GRID)
     monkeypatch.setattr(flat_params, "host_masters", lambda model: Plain(model.float().clone()))
     for dtype in (torch.float32, torch.bfloat16):
@@ -114,6 +114,6 @@ def _step(buffer: Shard, config: OptimizerConfig) -> list[FlatParamRange]:
     rule = FusedRule(config, runs, groups=list(dict.fromkeys(run.group for run in runs)))
     grads = buffer.grad_data.clone()
     for _ in range(3):
-        buffer.grad_data.copy_(grads)  # which an update may have changed
+        buffer.grad_data.copy_(grads)  # an update may have changed them
         rule.update(GradScale(1.7), set(runs))
     return runs

@@ -1,4 +1,4 @@
-"""What else is done to the parameters of a DistributedFusedAdam: written, frozen, stored, pickled. One rank."""
+"""Parameters of a DistributedFusedAdam that are written, frozen, stored or pickled by other code, on one rank."""
 
 import pickle
 
@@ -18,7 +18,7 @@ def step(optimizer: DistributedFusedAdam, param: nn.Parameter) -> None:
 
 
 def _forget_moments(optimizer: DistributedFusedAdam) -> None:
-    """Loads the optimizer's own state with moments and step counts of zero."""
+    """Resets the moments and step counts to zero through the optimizer's state dict."""
     state = pickle.loads(pickle.dumps(optimizer.state_dict()))
     for of_param in state["state"].values():
         for name in ("step", "exp_avg", "exp_avg_sq"):

@@ -1,4 +1,4 @@
-"""FusedRule steps ranges in any form of storage to the bits of torch's own functions over whole tensors."""
+"""FusedRule's steps over ranges, in any form of storage, are bit-identical to torch's functions over whole tensors."""
 
 import itertools
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from megatron.core.optimizer.stored_floats import Plain, StoredFloats, zeros_bes
 LR, DECAY, EPS = 0.01, 0.1, 1e-8
 OFFLOADED = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 0.6}
 FEW_BITS = {"bf16": True, "use_precision_aware_optimizer": True}
-# Parameters, their gradients, and what the optimizer is told.
+# Dtypes of parameters and gradients, and optimizer settings.
 FORMS: list[tuple[torch.dtype, torch.dtype, dict[str, Any]]] = [
     (torch.float32, torch.float32, {}),
     (torch.float64, torch.float64, {}),
@@ -53,11 +53,11 @@ DIVISORS = [1.0, 3.7, torch.tensor(3.7)]
 
 
 class Case:
-    """A model's runs before any step, the rule that steps them, and moments for a reference that does."""
+    """A model's runs before any step, the rule that steps them, and separate moments for the reference."""
 
     def __init__(self, params: torch.dtype, grads: torch.dtype, settings: Mapping[str, Any]) -> None:
         torch.manual_seed(0)
-        # More than one piece, ranges of two groups in turn, and padding between parameters.
+        # More than one piece, alternating ranges of two groups, and padding between parameters.
         shapes = [(70, 1001), (33,), (5, 7), (130,), (1100, 64)]
         model = nn.ParameterList(nn.Parameter(torch.randn(shape).to(params)) for shape in shapes)
         ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=grads != torch.bfloat16)
@@ -88,8 +88,8 @@ class Case:
         for run in self.rule.runs:
             stored = {"main": run.main, **self.moments[run]}
             values = {kind: one.read(0, one.numel) for kind, one in stored.items()}
-            # Torch divides a gradient in its memory; that is the run's where it has the dtype that is stepped, and a
-            # copy where it is sent to the host while others are updated.
+            # Torch divides a gradient in place: in the run's memory if that has the dtype of the step, or in a copy if
+            # gradients are sent to the host while other parameters are updated.
             grad = run.grad.clone() if self.config.overlap_cpu_optimizer_d2h_h2d else run.grad
             self._torchs_function(run, values, grad.to(values["main"]), divisor=divisor, skip=scale.skip)
             for kind, one in stored.items():
@@ -139,7 +139,7 @@ class Case:
             )
 
     def memory(self, moments: Mapping[FlatParamRange, Mapping[str, StoredFloats]]) -> list[Tensor]:
-        """All that a step may change, gradients too."""
+        """Returns a copy of all memory that a step may change, including gradients."""
         stored = [one for run in self.rule.runs for one in (run.main, *moments[run].values())]
         kept = [value for one in stored for value in vars(one).values() if isinstance(value, Tensor)]
         buffers = [tensor for buffer in self.buffers for tensor in (buffer.param_data, buffer.grad_data)]
@@ -151,10 +151,10 @@ class Case:
 def test_a_step_has_the_bits_of_torchs_function_in_every_form(
     params: torch.dtype, grads: torch.dtype, settings: dict[str, Any], divisor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # A copy beside the parameters stands for one in the host's memory beside a GPU.
+    # Simulates host masters of GPU parameters with separate copies on the CPU.
     monkeypatch.setattr(flat_params, "host_masters", lambda model: Plain(model.float().clone()))
     ours, theirs = Case(params, grads, settings), Case(params, grads, settings)
-    # State on the host takes no decision of the device.
+    # State on the host does not support a skip flag on the device.
     skips = [None] if OFFLOADED.items() <= settings.items() else [None, 0.0, 1.0]
     for number, skip in enumerate(itertools.islice(itertools.cycle(skips), 4)):
         scale = GradScale(divisor, None if skip is None else torch.tensor(skip))

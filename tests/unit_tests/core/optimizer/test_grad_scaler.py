@@ -15,10 +15,10 @@ def dynamic(**changes):
     [
         ("...", [16, 16, 32]),
         ("......", [16, 16, 32, 32, 32, 64]),
-        ("x", [16]),  # the first overflow is forgiven
+        ("x", [16]),  # the hysteresis tolerates the first overflow
         ("xx", [16, 8]),
         ("x.x", [16, 16, 8]),  # clean steps in between do not restore the hysteresis
-        ("xxx", [16, 8, 4]),  # ... and once used up it stays so until the scale grows
+        ("xxx", [16, 8, 4]),  # once used up, the hysteresis stays so until the scale grows
         ("x..." + "x", [16, 16, 16, 32, 32]),
         ("..x..." + "xx", [16, 16, 16, 16, 16, 32, 32, 16]),
         ("xxxxxxxx", [16, 8, 4, 2, 1, 1, 1, 1]),

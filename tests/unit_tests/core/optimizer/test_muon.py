@@ -1,4 +1,4 @@
-"""Muon over the matrices inside a model's parameters, against a plain loop over matrices written out here."""
+"""Muon on the matrices stored in a model's parameters, compared with a plain loop over explicit matrices."""
 
 import copy
 import math
@@ -26,7 +26,7 @@ def moe_model(grouped=True):
 
 
 def orthogonal(update, steps):
-    """Newton-Schulz: the nearest matrix with singular values around 1; in bf16, as torch does it."""
+    """Orthogonalizes by Newton-Schulz iteration in bf16, like torch: singular values become close to 1."""
     x = update.bfloat16()
     wide = x.T if x.size(0) > x.size(1) else x
     wide = wide / wide.norm().clamp(min=1e-7)
@@ -37,7 +37,7 @@ def orthogonal(update, steps):
 
 
 def matrices(name, tensor, split_qkv):
-    """The matrices [outputs, inputs] of a parameter, and how to write them back into a tensor of its shape."""
+    """Returns a parameter's matrices [outputs, inputs], and a function that merges them into the parameter's shape."""
     if name.endswith("weight1"):
         return [one.T for one in tensor.view(EXPERTS, HIDDEN, 2 * FFN)], lambda ms: torch.stack([m.T for m in ms])
     if name.endswith("weight2"):
@@ -50,7 +50,7 @@ def attention_matrices(name, tensor):
         parts = tensor.view(GROUPS, -1, HIDDEN).split([2 * WIDTH, WIDTH, WIDTH], dim=1)
         return [p.reshape(-1, HIDDEN) for p in parts], lambda ms: torch.cat([m.view(GROUPS, -1, HIDDEN) for m in ms], 1)
     if name.endswith("linear_kv_up_proj.weight"):
-        # 4 heads with 6 rows of a key and 7 of a value.
+        # 4 heads with 6 key rows and 7 value rows each.
         parts = tensor.view(4, 13, -1).split([6, 7], dim=1)
         return [p.flatten(0, 1) for p in parts], lambda ms: torch.cat([m.unflatten(0, (4, -1)) for m in ms], dim=1)
     if name.endswith("linear_kv_down_proj.weight"):
@@ -59,7 +59,7 @@ def attention_matrices(name, tensor):
 
 
 class PlainMuonAndAdam:
-    """One loop over parameters; embeddings, output layer, norms and biases go to torch's AdamW."""
+    """Steps matrices in a plain loop; torch's AdamW steps embeddings, the output layer, norms and biases."""
 
     def __init__(self, model, *, nesterov=False, steps=5, mode="spectral", factor=1.0, split_qkv=True):
         self.nesterov, self.steps, self.mode, self.factor, self.split = nesterov, steps, mode, factor, split_qkv
@@ -117,8 +117,8 @@ def test_twenty_steps_of_muon_and_adam_follow_a_plain_loop_over_matrices(make, p
     wrapped, optimizer = wrap_and_build(model, **{**base, **settings})
     assert isinstance(optimizer, ChainedOptimizer) and len(optimizer.chained_optimizers) == 2
     for _ in range(20):
-        # From the same weights: orthogonalisation turns a last digit of a gradient into a first one of its smallest
-        # singular value, so that two runs part in the end whatever computes them.
+        # Orthogonalization amplifies rounding errors in the directions of the smallest singular values, so that
+        # independent runs diverge. Each step therefore starts from the same weights.
         twin.load_state_dict(model.state_dict())
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()

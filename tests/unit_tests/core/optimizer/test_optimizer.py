@@ -1,4 +1,4 @@
-"""Steps of the optimizer against torch's own, bit for bit, and what survives a save."""
+"""Optimizer steps are bit-identical to torch's, and survive a save and load."""
 
 import math
 from functools import partial
@@ -80,7 +80,7 @@ def test_biases_and_one_dimensional_parameters_do_not_decay():
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     wrapped, optimizer = wrap_and_build(model, weight_decay=0.5)
     optimizer.zero_grad()
-    wrapped.finish_grad_sync()  # no backward: all gradients are zero, so that only decay moves anything
+    wrapped.finish_grad_sync()  # no backward: all gradients are zero, so only weight decay changes parameters
     assert optimizer.step() == (True, 0.0, None)
     for name, p in model.named_parameters():
         expected = before[name] if p.dim() == 1 else before[name] * (1 - 0.01 * 0.5)
@@ -101,7 +101,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing_but_the_scale(settings, b
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
     assert optimizer.state_dict()["step"] == 1
     assert float(optimizer.get_loss_scale()) == (4.0 if "fp16" in settings else 1.0)
-    # The next gradient that is finite is applied as if nothing had been.
+    # The next finite gradient is applied as usual.
     assert our_step(wrapped, optimizer, microbatches(2, dtype=dtype))[0]
 
 
@@ -112,7 +112,7 @@ def test_a_loss_scale_of_a_power_of_two_does_not_change_a_step():
         wrapped, optimizer = wrap_and_build(model, fp16=True, loss_scale=scale, clip_grad=0.0)
         norms = [our_step(wrapped, optimizer, microbatches(step, dtype=torch.float16))[1] for step in range(5)]
         results.append((model, norms))
-    # Small fp16 gradients lose bits without a scale, which is what the scale is for.
+    # Small fp16 gradients lose precision without a loss scale.
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-3)
     for p, q in zip(results[0][0].parameters(), results[1][0].parameters()):
         torch.testing.assert_close(p, q, rtol=1e-2, atol=2e-3)
@@ -198,7 +198,7 @@ def test_a_model_without_trainable_parameters_steps_without_effect():
     optimizer.zero_grad()
     wrapped.finish_grad_sync()
     assert optimizer.step() == (True, 0.0, 0.0)
-    # Others may have something to train, and count this step.
+    # Other ranks may have trainable parameters, and count this step.
     assert optimizer.state_dict()["step"] == 1
     assert_same_parameters(model, tiny_model())
 
@@ -273,7 +273,7 @@ def test_builder_asks_for_a_learning_rate_and_a_wrapper():
     both = r"OptimizerConfig.* is True and DistributedDataParallelConfig.use_distributed_optimizer is False"
     with pytest.raises(ValueError, match=both):
         get_megatron_optimizer(sharded, [wrap(tiny_model())])
-    # The default says nothing: the wrapper decides.
+    # By default the wrapper decides.
     for config in (sharded, OptimizerConfig(lr=0.1)):
         wrapped = wrap(tiny_model(), overlap={"use_distributed_optimizer": True})
         assert isinstance(get_megatron_optimizer(config, [wrapped]), DistributedOptimizer)

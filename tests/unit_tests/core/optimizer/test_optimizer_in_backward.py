@@ -1,5 +1,5 @@
-"""What updates in backward refuse, naming both settings (TRAPS B28), where runs find what was handed out, and how often
-anything is called for a bucket (ANCHORS, finding 5: one call and one kernel, not one a parameter).
+"""Updates in backward: rejected settings are named (TRAPS B28), runs find gradients only while they are held, and
+each bucket takes one call and one kernel rather than one per parameter (ANCHORS, finding 5).
 """
 
 from typing import Any
@@ -111,7 +111,7 @@ def test_runs_find_gradients_while_they_are_held_and_no_longer() -> None:
 
 
 class Updates(TorchDispatchMode):
-    """Writes down how many tensors each call of the fused kernel steps."""
+    """Records the number of tensors that each call of the fused kernel steps."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Optimizers that a Megatron script builds over a torch optimizer: their steps against torch's own, and their state."""
+"""Optimizers that a Megatron script builds around a torch optimizer: steps compared with torch's, and state dicts."""
 
 import copy
 import math
@@ -78,7 +78,7 @@ def test_masters_of_sixteen_bit_parameters_are_stepped_in_fp32_and_rounded(dtype
     for param, other, master in zip(model.parameters(), twin.parameters(), masters):
         assert torch.equal(param, other) and torch.equal(param.main_param, master)
         assert param.main_param.dtype == torch.float32 and not param.main_param_sharded
-    # The masters are what torch steps.
+    # Torch's optimizer steps the masters.
     assert [p for group in torch_optimizer.param_groups for p in group["params"]] == [
         param.main_param for param in model.parameters()
     ]

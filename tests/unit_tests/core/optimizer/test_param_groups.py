@@ -1,4 +1,4 @@
-"""Parameter groups: decoupled rates and a script's overrides, and what they do to a step."""
+"""Parameter groups: decoupled learning rates, overrides by scripts, and their effect on a step."""
 
 import json
 
@@ -21,7 +21,7 @@ from tests.unit_tests.core.optimizer.reference import microbatches, our_step, ti
 
 
 def rates_by_name(wrapped, optimizer):
-    """Learning rate and weight decay of each parameter, which is fp32 and so a part of what its group steps."""
+    """Returns each parameter's learning rate and weight decay. Parameters are fp32, so groups contain views of them."""
     flats = [(flat, group) for group in optimizer.param_groups for flat in group["params"]]
     return {
         name: next((group["lr"], group["weight_decay"]) for flat, group in flats if _holds(flat, param))

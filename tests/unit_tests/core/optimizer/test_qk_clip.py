@@ -1,4 +1,4 @@
-"""Clipping of attention scores after a step, and the largest scores themselves, against scores written out here."""
+"""Clipping of attention scores after a step, and the largest scores, compared with explicitly computed scores."""
 
 import copy
 
@@ -22,14 +22,14 @@ def clipping_model(**fields):
 
 
 def plain_largest(query, key, allowed, scale):
-    """[S, B, N, D], [S, B, G, D], [B or 1, 1, S, S] -> [N]."""
+    """Computes each head's largest score: [S, B, N, D], [S, B, G, D], [B or 1, 1, S, S] -> [N]."""
     key = key.repeat_interleave(query.shape[2] // key.shape[2], dim=2)
     scores = torch.einsum("sbnd,tbnd->bnst", query, key) * scale
     return scores.masked_fill(~allowed, -torch.inf).amax((0, 2, 3))
 
 
 def observed(model):
-    """Runs the small batch and returns each layer's largest scores, from scores that are written out."""
+    """Runs the small batch and returns each layer's largest scores, computed explicitly."""
     found, handles = [], []
     for core in (one for one in model.modules() if isinstance(one, DotProductAttention)):
 
@@ -80,7 +80,7 @@ def test_largest_scores_are_those_of_scores_written_out(shape, max_scores, monke
 def test_a_clipped_step_divides_the_scores_of_heads_above_the_threshold(fields, alpha):
     model = clipping_model(**fields, qk_clip_alpha=alpha)
     before = copy.deepcopy(model)
-    # A rate of nearly 0, so that nothing but the clipping changes weights.
+    # The learning rate is nearly 0, so only clipping changes the weights.
     wrapped, optimizer = wrap_and_build(model, lr=1e-30, weight_decay=0.0)
     first = observed(before)
     optimizer.zero_grad()
@@ -88,7 +88,7 @@ def test_a_clipped_step_divides_the_scores_of_heads_above_the_threshold(fields, 
     wrapped.finish_grad_sync()
     optimizer.step()
     assert optimizer.largest_attention_logit_sync() == pytest.approx(float(torch.stack(first).max()))
-    # The first layer's input has not changed, so its scores are exactly divided.
+    # The first layer's input has not changed, so its scores are clipped exactly.
     clipped = observed(copy.deepcopy(model))[0]
     torch.testing.assert_close(clipped, first[0].clamp(max=THRESHOLD), rtol=1e-5, atol=1e-6)
     assert (first[0] > THRESHOLD).any(), "the test needs a head to clip"
@@ -116,7 +116,7 @@ def test_masters_of_16_bit_weights_are_clipped_too(settings):
         optimizer.step()
     weight = model.decoder.layers[0].self_attention.linear_qkv.weight
     assert torch.equal(weight, weight.main_param.bfloat16())
-    # Clipped in each step, so that only one step's update may exceed the threshold.
+    # Every step clips, so scores exceed the threshold by at most one step's update.
     assert float(torch.stack(observed(model)).max()) < 1.5 * THRESHOLD
 
 

@@ -1,4 +1,4 @@
-"""State dicts of spread Adam, in one process: what is in them, what loads them, torch.optim's format and errors."""
+"""State dicts of sharded Adam in one process: contents, loading, torch.optim's format and errors."""
 
 import copy
 import io
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 
 
 def spread(*dtypes: torch.dtype, params: list[nn.Parameter] | None = None, **settings) -> SpreadAdam:
-    """Two groups of the parameters of make_params."""
+    """Shards the parameters of make_params in two groups."""
     params = params or make_params(*dtypes)
     return SpreadAdam([params[:4], params[4:]], **settings)
 
@@ -57,15 +57,15 @@ def test_what_is_loaded_is_held_as_exactly_as_the_form_can(form: StateForm) -> N
     for index, param in enumerate(params):
         for kind in KINDS if param.numel() else ():
             wanted = state[index][kind]
-            # Parameters that are stepped themselves have the digits that they have.
+            # Parameters without separate masters have the precision of their dtype.
             is_param = kind == MASTERS and form.masters is Masters.NONE
             least = {torch.bfloat16: 2.0**-8, torch.float64: 0.0}.get(param.dtype, 0.0) if is_param else digits
-            # Numbers far below the largest of those that share a scale keep fewer digits.
+            # Values far below the largest one with the same scale lose precision.
             near = wanted.abs().max().item() * digits if form.is_scaled else 0.0
             assert_close(held[index][kind], wanted, rtol=least, atol=near, check_dtype=False, check_stride=False)
 
 
-# Each form is loaded as two others, and all of them are loaded twice.
+# Each form is loaded as two other forms, or as every form under `make soak`.
 CONVERSIONS = [(number, (number + more) % len(FORMS)) for number in range(len(FORMS)) for more in range(len(FORMS))]
 
 
@@ -184,7 +184,7 @@ def test_a_state_goes_to_torchs_optimizers_and_back_bit_for_bit(made, settings) 
         for kind, value in plain.state[param].items() if param.numel() else ():
             assert torch.equal(again.state[param][kind], value), kind
             assert kind == STEP or again.state[param][kind].stride() == param.stride()
-    # What is loaded must also step.
+    # The loaded optimizer must be able to step.
     again.step()
 
 
@@ -193,7 +193,7 @@ def test_torchs_optimizer_loads_our_checkpoint_and_we_load_its(tmp_path) -> None
     plain, ours = stepped(torch.optim.AdamW, params), spread(params=params)
     dcp.save({"optim": plain.state_dict()}, checkpoint_id=tmp_path / "plain")
     state_dict = ours.state_dict()
-    # Torch's has no masters: what is not in it stays as it is.
+    # Torch's optimizer has no masters, so a partial load keeps ours.
     partial = dcp.DefaultLoadPlanner(allow_partial_load=True)
     dcp.load({"optim": state_dict}, checkpoint_id=tmp_path / "plain", planner=partial)
     for entry in state_dict["state"].values():
@@ -219,7 +219,7 @@ def test_what_is_frozen_has_no_state_as_in_torch(tmp_path) -> None:
     whole = any_state(params)
     numbers = [index for index, param in enumerate(params) if param.requires_grad]
     state = {index: whole[index] for index in numbers}
-    # Frozen parameters are in a group, but in no buffer.
+    # Frozen parameters belong to a group, but to no buffer.
     ours, again = (spread(params=params) for _ in range(2))
     ours.fill(state)
     assert [*ours.state_dict()["state"]] == numbers
@@ -230,5 +230,5 @@ def test_what_is_frozen_has_no_state_as_in_torch(tmp_path) -> None:
     plain.load_state_dict(gather_torch_state_sync(ours.shard))
     assert {*plain.state} == {*trained}
     again.load_state_dict(plain.state_dict())
-    # What was trained before and is frozen now is not asked for.
+    # State of parameters that are frozen now, but were trained before, is not required.
     again.fill(whole)

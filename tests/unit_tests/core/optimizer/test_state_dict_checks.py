@@ -1,4 +1,4 @@
-"""State dicts that spread Adam cannot take are refused by name with nothing changed; hyper-parameters of groups."""
+"""State dicts that sharded Adam cannot load raise descriptive errors and change nothing; hyperparameters of groups."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def of_torch(state_dict: dict) -> None:
         del entry[MASTERS]
 
 
-# (what is wrong, how it comes about, what the error says)
+# (defect, function that causes it, error message)
 WRONG = [
     ("no dict", lambda d: d.clear(), r"state_dict is \[\]: must contain 'state' and 'param_groups', on every rank"),
     ("a group", lambda d: d["param_groups"].pop(), r"have \[4\] parameters: must be \[4, 5\]"),
@@ -99,7 +99,7 @@ def test_a_state_of_torch_before_its_first_step_is_a_start() -> None:
 
 
 def test_numbers_of_parameters_are_those_of_the_saved_groups() -> None:
-    """As in torch: a parameter is the one at its place in the groups, whatever its number."""
+    """As in torch, a parameter is identified by its place in the groups, whatever its number."""
     state = any_state(make_params())
     ours = spread()
     state_dict = ours.state_dict()
@@ -116,7 +116,7 @@ def test_hyper_parameters_return_and_tensors_keep_their_memory() -> None:
     saved.param_groups[1].update(lr=0.125, weight_decay=0.0, eps=1e-4, bias_correction=False)
     rate = loaded.param_groups[1]["lr"] = torch.zeros((), dtype=torch.float64)
     state_dict = saved.state_dict()
-    # Plain numbers, so that whoever has tensors and whoever has none read them alike.
+    # Plain numbers load equally into optimizers with and without tensor learning rates.
     assert state_dict["param_groups"][0]["lr"] == 0.25 and type(state_dict["param_groups"][0]["lr"]) is float
     loaded.load_state_dict(state_dict)
     assert loaded.param_groups[1]["lr"] is rate and rate == 0.125
@@ -128,7 +128,7 @@ def test_hyper_parameters_return_and_tensors_keep_their_memory() -> None:
 
 @pytest.mark.parametrize("masters", [Masters.COPY, Masters.REMAINDERS])
 def test_parameters_are_written_as_a_step_rounds_them(masters: Masters) -> None:
-    # Halves between two numbers of bf16 among them.
+    # Includes ties halfway between two bf16 values.
     values = (
         (torch.randint(-(2**31), 2**31 - 2**25, (64 * 1025,)) | 0x8000).int().view(torch.float32).nan_to_num(0, 0, 0)
     )
@@ -140,6 +140,6 @@ def test_parameters_are_written_as_a_step_rounds_them(masters: Masters) -> None:
         if masters is Masters.COPY:
             assert torch.equal(out, values.to(dtype))
         else:
-            # What is gathered and what the remainders belong to must be the same numbers.
+            # The gathered parameters must equal the values that the remainders refer to.
             assert torch.equal(out, adam.main.upper.view(torch.bfloat16).to(dtype))
             assert torch.equal(adam.main.read(0, adam.main.numel), values)

@@ -1,4 +1,4 @@
-"""Forms of storing numbers: what comes back is what was written, to the last bit or to the digits of the form."""
+"""Storage forms of floats return the written values, exactly or within the precision of the form."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tests.unit_tests.core.optimizer.reference import microbatches, our_step, ti
 
 def test_bf16_and_its_remainder_are_every_finite_fp32_bit_for_bit() -> None:
     bits = torch.randint(-(2**31), 2**31, (1 << 16,), generator=torch.Generator().manual_seed(3)).int()
-    # Halfway between two bf16 numbers, on both sides of zero; signed zeros, the least number, the largest.
+    # Ties between two bf16 values of both signs, signed zeros, the smallest and the largest value.
     special = [0x3F808000, 0x3F818000, -0x407F8000, 0, -(2**31), 1, 0x7F7FFFFF, 0x0000FFFF, 0x00008000]
     bits[: len(special)] = torch.tensor(special)
     values = bits.view(torch.float32)
@@ -21,7 +21,7 @@ def test_bf16_and_its_remainder_are_every_finite_fp32_bit_for_bit() -> None:
     stored = WithRemainder(model)
     stored.write(0, values)
     assert torch.equal(stored.read(0, stored.numel).view(torch.int32), values.view(torch.int32))
-    # The parameters are the nearest, up to halves.
+    # Parameters are rounded to nearest, except for ties.
     is_half = values.view(torch.int32) & 0xFFFF == 0x8000
     assert is_half.any() and torch.equal(model[~is_half], values[~is_half].bfloat16())
     assert stored.num_bytes == 2 * values.numel()
@@ -36,7 +36,7 @@ def test_scaled_fp16_keeps_its_digits_at_any_size_and_what_it_gave_comes_back_ex
     read = stored.read(0, values.numel())
     torch.testing.assert_close(read, values, rtol=2**-11, atol=float(values.abs().max()) * 2**-24)
     other = ScaledHalf(torch.zeros(values.numel(), dtype=torch.float16))
-    # In other ranges than before.
+    # Written in different ranges than before.
     for start in range(0, values.numel(), 5 * BLOCK):
         other.write(start, read[start : start + 5 * BLOCK])
     assert torch.equal(other.read(0, values.numel()), read)
@@ -49,18 +49,18 @@ def test_scaled_fp16_keeps_its_digits_at_any_size_and_what_it_gave_comes_back_ex
         ({"store_param_remainders": False}, 0.0),
         ({"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}, 2e-2),
         ({"exp_avg_dtype": "fp16", "exp_avg_sq_dtype": "fp16"}, 2e-3),
-        # A step moves weights of about 0.3 by 0.01 or less, their last digit is 2^-12 of them.
+        # A step changes weights of about 0.3 by at most 0.01, and their relative precision is 2^-12.
         ({"main_params_dtype": "fp16"}, 1e-2),
     ],
 )
 def test_narrow_states_step_like_fp32_ones(settings: dict, bound: float) -> None:
-    """From the same gradients: bit for bit where nothing is rounded, else within the digits of the form."""
+    """Applies the same gradients to both, and compares updates within the precision of the storage form."""
     updates = []
     for given in ({}, {"use_precision_aware_optimizer": True, **settings}):
         wrapped, optimizer = wrap_and_build(tiny_model(torch.bfloat16), bf16=True, clip_grad=0.0, **given)
         before = _masters(wrapped, optimizer)
         for step in range(20):
-            # Gradients that no rounding of the weights changes.
+            # Gradients that do not depend on the rounding of the weights.
             for buffer in wrapped.all_buffers:
                 generator = torch.Generator().manual_seed(step)
                 buffer.grad_data.copy_(torch.randn(buffer.grad_data.shape, generator=generator) * 1e-4)
@@ -71,7 +71,7 @@ def test_narrow_states_step_like_fp32_ones(settings: dict, bound: float) -> None
 
 
 def _masters(wrapped, optimizer) -> torch.Tensor:
-    """The masters of all parameters: [N], fp32."""
+    """Returns the masters of all parameters: [N], fp32."""
     state = optimizer.sharded_state(model_logical_pieces(wrapped))
     masters = [tensor.data.flatten() for tensor in state if tensor.key.startswith(state_prefix(MASTERS))]
     return torch.cat(masters).clone()

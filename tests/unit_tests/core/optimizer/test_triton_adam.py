@@ -1,4 +1,4 @@
-"""The kernel of Adam, interpreted, does what adam.py does on the CPU. test_compiled_kernels.py compiles it."""
+"""Adam's interpreted kernel agrees with adam.py on the CPU. test_compiled_kernels.py compiles it."""
 
 import importlib
 import math
@@ -16,7 +16,7 @@ from megatron.core.optimizer.stored_floats import Plain, StoredFloats
 from tests.counts import long_count, soak_only
 from tests.unit_tests.core.optimizer.adam_run import BF16, F16, F32, FORMS, NUMEL, Run, assert_near, settings
 
-# numpy warns of what GPUs compute without a word.
+# numpy warns about operations that GPUs compute silently.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 all_forms = pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def launch(
 
 
 def by_hand(run: Run, *, rates: AdamRates, count: int, divisor: Tensor | None) -> list[Tensor]:
-    """One step, each operation rounded to fp32: the new values."""
+    """Computes the new values of one step, with each operation rounded to fp32."""
     (main, mean, square), grad = run.values(), run.grad
     (beta1, beta2), lr = rates.betas, float(rates.lr)
     corrections = [1 - beta**count if rates.bias_correction else 1.0 for beta in rates.betas]
@@ -58,7 +58,7 @@ def by_hand(run: Run, *, rates: AdamRates, count: int, divisor: Tensor | None) -
         grad = grad + main * rates.weight_decay
     mean = grad + -beta1 * (grad - mean) if beta1 <= 0.5 else mean + (1 - beta1) * (grad - mean)
     square = square * beta2 + (1 - beta2) * grad * grad
-    # torch's own root of fp32 is at times another neighbour than the nearest.
+    # torch's fp32 square root is not always rounded to nearest.
     root = square.double().sqrt().float() / math.sqrt(corrections[1]) + rates.eps
     return [main - lr / corrections[0] * mean / root, mean, square]
 
@@ -107,7 +107,7 @@ def test_every_form_keeps_the_bytes_that_torch_makes_of_the_same_numbers(
 NEAR = [case for case in FORMS if case[1].dtype == F32]
 
 
-# How each mode rounds: test_the_kernel_rounds_each_operation_once.
+# The rounding of each mode is tested by test_the_kernel_rounds_each_operation_once.
 @pytest.mark.parametrize(
     ("params", "form", "grads", "outs", "adam_w_mode"),
     [
@@ -131,7 +131,7 @@ def test_a_step_is_near_that_of_torchs_kernel(
     assert_near(run, expected, old=old, rates=rates)
 
 
-# Every form meets one of the two values, and both values many forms.
+# Each form is tested with one of the two values. `make soak` tests both.
 @pytest.mark.parametrize(
     ("params", "form", "grads", "outs", "poison"),
     [
@@ -171,7 +171,7 @@ def test_numbers_that_are_not_finite_arrive_where_they_do_on_the_cpu(
         assert wanted.isnan().any()
     for found, wanted in zip(run.state.stored, expected.state.stored):
         if form.is_scaled and "exponents" in vars(wanted):
-            # Of the blocks that have such numbers: others may differ by the last digit of the highest.
+            # Only blocks with non-finite values: in others, the largest value's last digit may change the exponent.
             blocks = wanted.read(0, NUMEL).view(-1, 64).isfinite().logical_not().any(1)
             assert torch.equal(found.exponents[blocks], wanted.exponents[blocks])
 

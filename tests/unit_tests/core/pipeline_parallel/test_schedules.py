@@ -1,4 +1,4 @@
-"""Schedules as data, and the runner: order, scaling of losses, gradients of many microbatches."""
+"""Schedules as lists of actions, and their execution: order, loss scaling, and gradients of many microbatches."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,7 +28,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 
 class Linear(torch.nn.Linear):
-    """A model with a configuration."""
+    """A linear model with a configuration."""
 
     def __init__(self) -> None:
         super().__init__(3, 1, bias=False, dtype=torch.float64)
@@ -36,7 +36,7 @@ class Linear(torch.nn.Linear):
 
 
 def forward_step(data_iterator: Iterator[torch.Tensor], model: torch.nn.Module) -> Any:
-    """Squared outputs, summed over a batch of varying size."""
+    """Returns the output and a function for its sum of squares over a batch of varying size."""
     output = model(next(data_iterator))
     count = torch.tensor(float(output.shape[0]))
     return output, lambda out: (out.square().sum(), count, {"loss": torch.stack([out.square().sum().detach(), count])})
@@ -210,7 +210,7 @@ def test_evaluation_makes_no_gradients() -> None:
 @pytest.mark.parametrize("count", [1, 4, 10])
 def test_counts_of_a_stage_are_those_of_its_schedule(stages: int, chunks: int, group: int | None, count: int) -> None:
     if chunks > 1 and count % group:
-        count = group * count  # a last group that is smaller is padded
+        count = group * count  # a smaller last group is padded
     for stage, order in enumerate(stage_orders(Pipeline(stages, chunks), count, group_size=group)):
         communicator = P2PCommunicator(None, Linear().config)
         communicator.stage, communicator.num_stages = stage, stages

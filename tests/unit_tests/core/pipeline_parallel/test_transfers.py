@@ -1,4 +1,4 @@
-"""Lists of all stages: they run to their end for every layout, are the known schedules, and bad ones are refused."""
+"""Programs of all stages complete for every layout and follow known schedules; invalid ones are rejected."""
 
 from itertools import product
 
@@ -53,7 +53,7 @@ def test_lists_read_as_expected() -> None:
         ["F0.0", "[send F0.0 to 1]", "F0.1", "[send F0.1 to 1, receive B0.0 from 1]", "await B0.0", "B0.0"]
         + ["[receive B0.1 from 1]", "await B0.1", "B0.1"]
     )
-    # The second input is under way while the first microbatch is computed.
+    # The second input is received while the first microbatch is computed.
     assert [str(step) for step in last[:4]] == ["[receive F0.0 from 0]", "await F0.0", "[receive F0.1 from 0]", "F0.0"]
     order = interleaved_schedule(1, Pipeline(2, 2), num_microbatches=3)
     assert " ".join(map(str, order)) == "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 F0.2 B0.0 B0.1 F1.2 B1.2 B0.2"
@@ -82,7 +82,7 @@ def test_lists_that_cannot_run_are_refused() -> None:
     for message, programs in bad.items():
         with pytest.raises(ValueError, match=message):
             validate_programs(programs, pipeline)
-    # Each stage waits for a gradient or an input that the other would send after it.
+    # Each stage waits for a tensor that the other would send only afterwards.
     sent, received = first[3].transfers
     late = (first[0], first[2], Post((received,)), *first[4:6], first[1], Post((sent,)), *first[6:])
     with pytest.raises(ValueError, match="schedule deadlocks: stage . before"):

@@ -1,4 +1,4 @@
-"""The lean cross entropy against torch's: values, gradients, padding, dtypes, and refusals."""
+"""The memory-efficient cross entropy compared with torch's: values, gradients, padding, dtypes, and errors."""
 
 import pytest
 import torch
@@ -17,12 +17,12 @@ CLASSES, PADDED = 13, 16
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Several chunks, the last one incomplete."""
+    """Splits rows into several chunks, with an incomplete last one."""
     monkeypatch.setattr(cross_entropy, "_CHUNKS", RowChunks(cpu_elements=3 * PADDED, gpu_elements=3 * PADDED))
 
 
 def logits_and_targets(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    """logits: [4, 2, 16]; targets: [4, 2] below 13."""
+    """Returns random logits [4, 2, 16] and targets [4, 2] below 13."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(4, 2, PADDED, generator=generator, dtype=torch.float64).mul_(3).to(dtype).requires_grad_()
     return logits, torch.randint(0, CLASSES, (4, 2), generator=generator)
@@ -100,7 +100,7 @@ def test_smoothed_and_ignored_targets_agree_with_torch() -> None:
 
 
 def compare_smoothed(whole: Tensor, target: Tensor, *, own: slice, group: dist.ProcessGroup) -> None:
-    """Compares with torch, which spreads its smoothing over all classes and not over the others alone."""
+    """Compares with torch, which spreads label smoothing over all classes rather than only the wrong ones."""
     classes = whole.shape[-1]
     weights = torch.linspace(-1, 2, 8, dtype=torch.float64).view(4, 2)
     for smoothing in (0.0, 0.1, 0.7):
@@ -128,12 +128,12 @@ def test_split_columns_give_the_losses_and_gradients_of_whole_ones() -> None:
 
 
 def compare_split_columns() -> None:
-    """Body of a rank. 18 columns of which 8 are valid: the second rank holds both kinds, the third padding alone."""
+    """Runs on each rank. 8 of 18 columns are valid: the second rank has both kinds, the third has only padding."""
     cross_entropy._CHUNKS = RowChunks(cpu_elements=3 * PADDED, gpu_elements=3 * PADDED)
     group, own = dist.group.WORLD, slice(6 * dist.get_rank(), 6 * dist.get_rank() + 6)
     generator = torch.Generator().manual_seed(2)
     whole = torch.randn(4, 2, 18, generator=generator, dtype=torch.float64).mul_(3)
-    # A rank's columns may be far below the others'.
+    # A rank's logits may be far below those of the other ranks.
     whole[0, 0, :6] -= 500
     weights = torch.linspace(-1, 2, 8, dtype=torch.float64).view(4, 2)
     for num_classes in (8, 18):

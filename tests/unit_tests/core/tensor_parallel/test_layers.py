@@ -1,4 +1,4 @@
-"""Linear and embedding layers of a group of one rank: values, biases and initial values."""
+"""Linear and embedding layers in a group of one rank: values, biases and initialization."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Named random-number streams, and functions that are recomputed."""
+"""Named random-number streams, and recomputed functions."""
 
 from typing import Any
 
@@ -51,7 +51,7 @@ def test_streams_go_on_where_they_were_and_leave_the_default_one_alone() -> None
 
 
 def noisy(x: Tensor, weight: Tensor, shift: float) -> Tensor:
-    """Draws from both streams and saves inner results."""
+    """Draws from both streams and saves intermediate results for backward."""
     with get_cuda_rng_tracker().fork():
         x = F.dropout(x, 0.5)
     return F.dropout(F.gelu(x * weight).exp(), 0.5) * shift
@@ -80,7 +80,7 @@ def test_the_second_run_draws_the_same_numbers(through: Any, frozen: tuple[int, 
     def gradients(function: Any) -> list[Any]:
         model_parallel_cuda_manual_seed(9)
         tensors = [torch.randn(8, 8, requires_grad=index not in frozen) for index in range(3)]
-        results = [function(*tensors) for _ in range(2)]  # both before the backward of either
+        results = [function(*tensors) for _ in range(2)]  # both forwards run before either backward
         if len(frozen) < 3:
             sum(result.sum() for result in results).backward()
         with get_cuda_rng_tracker().fork():

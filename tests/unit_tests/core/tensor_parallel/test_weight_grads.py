@@ -1,4 +1,4 @@
-"""Gradients that layers add where their owner wants them: those of plain autograd, without memory of their own."""
+"""Weight gradients that layers accumulate in place: equal to plain autograd's, without extra memory."""
 
 import io
 from typing import Any
@@ -51,7 +51,7 @@ def test_gradients_of_microbatches_are_those_of_autograd(fields: dict[str, Any],
 
 
 class MadeShapes(TorchDispatchMode):
-    """Shapes of the tensors that operations return in memory that was not there before."""
+    """Records the shapes of tensors that operations return in newly allocated memory."""
 
     def __init__(self, *flats: torch.Tensor) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class MadeShapes(TorchDispatchMode):
 
 @pytest.mark.parametrize("fuses", [True, False])
 def test_no_memory_of_a_weights_size_is_taken(fuses: bool) -> None:
-    # Wider than tokens are many, so that no activation has the shape of a weight.
+    # Widths exceed the number of tokens, so that no activation has the shape of a weight.
     fields = {**GROUPED, "hidden_size": 128, "ffn_hidden_size": 80, "gradient_accumulation_fusion": fuses}
     ddp = wrapped(model_of(fields))
     params = dict(ddp.module.named_parameters())
@@ -90,7 +90,7 @@ def test_what_is_asked_of_autograd_is_not_added_up() -> None:
     norm = "decoder.final_layernorm.weight"
     loss_of(ddp.module).backward(inputs=[params[norm]])
     assert calls == [norm] and all(grad.any() == (name == norm) for name, grad in ddp.named_main_grads())
-    # The gradient of a gradient, through the layers' own functions.
+    # Second-order gradients through the layers' autograd functions.
     assert all(grad.isfinite().all() for grad in torch.autograd.grad(asked[0].square().sum(), list(params.values())))
     ddp.zero_grad_buffer()
     calls.clear()
