@@ -1,7 +1,7 @@
-"""Every Triton kernel compiles for three generations of GPUs; what each takes stands at the end of the run.
+"""Every Triton kernel compiles for three generations of GPUs, and its resource usage is printed at the end of the run.
 
-Below, the launches of benchmarks/kernel_launches.py: hot shapes compile to what the committed table says, and what its
-launchers assume and do not get is listed here.
+The launches of benchmarks/kernel_launches.py are tested at the end of this file: hot shapes compile to the results
+in the committed table, and assumptions of launchers that do not hold are listed here.
 """
 
 import ast
@@ -41,12 +41,12 @@ CASES = [case for module in kernel_files() if "compile_cases" in vars(module) fo
 
 
 def operator_of(case: Any) -> str:
-    """What its name begins with."""
+    """Returns the operator's name, with which a case's name begins."""
     return str(case.name).partition(",")[0]
 
 
 def architectures_of(index: int) -> tuple[int, ...]:
-    """Those that a case is compiled for: all for the first case of each operator, for the others one in turn."""
+    """Returns a case's architectures: all for the first case of each operator, and one in turn for the other cases."""
     is_first = all(operator_of(case) != operator_of(CASES[index]) for case in CASES[:index])
     turn = index % len(ARCHITECTURES)
     return ARCHITECTURES if is_first or long_count(0, soak=1) else ARCHITECTURES[turn : turn + 1]
@@ -67,7 +67,7 @@ def test_a_kernel_keeps_to_its_registers(index: int, tmp_path: Path, compiled_ke
         (tmp_path / "cubin").write_bytes(cubin)
         command = [BINARIES / "cuobjdump", "--dump-resource-usage", tmp_path / "cubin"]
         usage = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        # Functions that are not inlined have lines of their own; the kernel's registers are enough for them.
+        # Functions that are not inlined have separate lines. The maximum is the kernel's usage.
         used = {
             kind: max(map(int, re.findall(rf"{kind}:(\d+)", usage))) for kind in ("REG", "STACK", "SHARED", "LOCAL")
         }
@@ -85,7 +85,7 @@ def test_a_kernel_keeps_to_its_registers(index: int, tmp_path: Path, compiled_ke
         ("release", ["atom.global.gpu.release.exch.b64"]),
         ("stash", ["ld.global.v2.b64", "st.global.v2.b64"]),  # 16 bytes at a time
         ("restore", ["ld.global.v2.b64", "st.global.v2.b64"]),
-        # 16 bytes of fp32, and of four halves 8; one rounding an operation.
+        # 16 bytes of fp32 or 8 bytes of four halves; one rounding per operation.
         ("adam", ["ld.global.v4.b32", "st.global.v4.b32", "mul.rn.f32", "add.rn.f32", "div.rn.f32", "sqrt.rn.f32"]),
     ],
 )
@@ -101,7 +101,7 @@ def test_a_kernel_has_the_instructions_that_it_counts_on(name: str, instructions
 
 
 def launched_kernels() -> set[str]:
-    """The kernels that launchers launch, by name."""
+    """Returns the names of the kernels that launchers launch."""
     calls = [node for module in kernel_files() for node in ast.walk(ast.parse(inspect.getsource(module)))]
     launches = [
         node.func.value for node in calls if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
@@ -118,9 +118,9 @@ def test_every_launched_kernel_is_compiled_here_for_every_architecture() -> None
 
 # --- The matrix and the hot shapes of benchmarks/compiled_kernels.py ---
 
-# (kernel, miss) -> launches of hot shapes, with the architectures on which they miss. Remove what no longer misses.
+# (kernel, miss) -> launches of hot shapes, with the architectures on which they miss. Remove entries that are fixed.
 HOT_MISSES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
-    # 8 instructions, at 128 experts.
+    # 8 instructions, with 128 experts.
     ("grouped_gemm_kernel", "spills"): {"Qwen3-30B-A3B: fc1 backward": (80,)},
 }
 # (miss, kernel, dtype) -> launches of the matrix that miss on sm_80, sm_90 and sm_100.
@@ -154,7 +154,7 @@ def table() -> list[Row]:
 
 
 def hot_architectures(index: int) -> tuple[int, ...]:
-    """All for the first launch of each kernel, for the others one in turn; all under make soak."""
+    """Returns the architectures of a hot launch: all for each kernel's first or under `make soak`, else one in turn."""
     is_first = all(launch.kernel_name != HOT[index].kernel_name for launch in HOT[:index])
     turn = index % len(ARCHITECTURES)
     return ARCHITECTURES if is_first or long_count(0, soak=1) else ARCHITECTURES[turn : turn + 1]
@@ -201,7 +201,7 @@ def test_the_page_is_that_of_the_table(table: list[Row]) -> None:
     assert compiled_kernels.PAGE.read_text() == page, "run benchmarks/compiled_kernels.py"
 
 
-# The hot shapes, above, are what make test compiles.
+# `make test` compiles only the hot shapes above.
 @pytest.mark.soak
 @pytest.mark.parametrize("kernel", kernel_launches.kernels())
 def test_the_matrix_compiles_to_what_the_table_says(kernel: str, table: list[Row]) -> None:
@@ -215,10 +215,10 @@ def test_the_matrix_compiles_to_what_the_table_says(kernel: str, table: list[Row
     [
         (80, 255, 8, 65536, 1),  # registers: 65,280 of 65,536
         (80, 128, 8, 65536, 2),
-        (90, 129, 8, 0, 1),  # 136 once rounded up
-        (90, 200, 1, 0, 8),  # 2 warps in each quarter, where ten would fit in all
-        (80, 32, 4, 82 * 1024, 1),  # shared memory: 83 of 164 KiB with what is reserved
-        (90, 32, 4, 82 * 1024, 2),  # and of 228 KiB
+        (90, 129, 8, 0, 1),  # 136 when rounded up
+        (90, 200, 1, 0, 8),  # 2 warps in each quarter; ten would fit in an undivided register file
+        (80, 32, 4, 82 * 1024, 1),  # shared memory: 83 of 164 KiB, including the reserved KiB
+        (90, 32, 4, 82 * 1024, 2),  # 83 of 228 KiB
         (90, 32, 4, 0, 16),  # threads: 2048
         (100, 16, 1, 0, 32),  # blocks
         (90, 128, 16, 0, 1),
@@ -294,12 +294,12 @@ def test_a_copy_misses_wide_accesses_and_room_for_products() -> None:
     assert lean.misses() == []
 
 
-# Hot products with 249 and 254 registers, of which 216 would leave room.
+# Hot GEMMs with 249 and 254 registers; at most 216 would leave capacity for a copy.
 WITHOUT_ROOM = {"Qwen3-30B-A3B: fc1", "Mixtral-8x7B, EP 8: fc1"}
 
 
 def test_a_copy_leaves_room_for_a_product_on_an_sm_of_a_hopper(table: list[Row]) -> None:
-    """Registers in each quarter of an SM, and shared memory, summed over a program of each."""
+    """Adds up registers per SM quarter, and shared memory, over one program of each of the two kernels."""
     hopper = [row for row in table if row.hot and row.architecture == 90]
     products = [row for row in hopper if row.kernel in compiled_kernels.PRODUCTS]
     copies = [row for row in hopper if row.kernel == "copy_kernel"]
@@ -307,7 +307,7 @@ def test_a_copy_leaves_room_for_a_product_on_an_sm_of_a_hopper(table: list[Row])
     without_room = set()
     for product, copy in itertools.product(products, copies):
         both = (product.facts, copy.facts)
-        # Warps are dealt to the quarters in turn.
+        # Warps are assigned to the quarters round-robin.
         in_quarter = sum(-(-facts.warps // 4) * compiled_kernels.registers_of(facts) // facts.warps for facts in both)
         taken = sum(facts.shared + compiled_kernels.RESERVED_BYTES for facts in both)
         if in_quarter > compiled_kernels.REGISTERS // 4 or taken > compiled_kernels.SHARED_BYTES[90]:

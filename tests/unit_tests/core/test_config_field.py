@@ -17,7 +17,7 @@ from megatron.core.config_field import (
 
 @dataclass(kw_only=True)
 class Sample:
-    """Fields of every kind."""
+    """Has a field of each type."""
 
     count: int | None = config_field(None, help="h", at_least=1, at_most=9)
     rate: float = config_field(0.5, help="h", more_than=0, less_than=1)
@@ -90,7 +90,7 @@ def test_unsupported_arguments_are_refused_by_name() -> None:
 
 @dataclass(kw_only=True)
 class Named:
-    """Fields that accept several forms."""
+    """Has fields that accept several forms."""
 
     dtype: torch.dtype = config_field(
         torch.float32, help="x", cli_default="fp32", choices=("fp32",), named={"fp32": torch.float32, "u8": torch.uint8}

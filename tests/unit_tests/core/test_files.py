@@ -1,4 +1,4 @@
-"""A replaced file has its complete new content or its old one, and no temporary file remains."""
+"""A replaced file has either its complete new content or its old one, and no temporary file remains."""
 
 from pathlib import Path
 

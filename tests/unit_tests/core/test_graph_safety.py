@@ -1,4 +1,4 @@
-"""assert_capturable on a zoo: what a CUDA graph cannot hold is refused with its line, what it can hold passes."""
+"""assert_capturable rejects code that a CUDA graph cannot capture, and names its line; capturable code passes."""
 
 import copy
 import ctypes
@@ -36,7 +36,7 @@ STREAM = device.RandomStream(1, torch.device("cpu"))
 REASONS = {name: value for name, value in vars(refusals).items() if isinstance(value, Reason)}
 
 
-# One line each. t: tensors from before the region; what is put into t.held lives on.
+# One line each. t: tensors from before the region. Tensors stored in t.held outlive it.
 BAD: dict[str, list[Snippet]] = {
     "READ": [
         lambda t: t.i.item(),
@@ -185,7 +185,7 @@ BAD: dict[str, list[Snippet]] = {
         lambda t: t.empty.untyped_storage().resize_(64),
     ],
 }
-# The tensors are fake ones of a GPU.
+# The tensors are fake GPU tensors.
 BAD_ON_A_GPU: dict[str, list[Snippet]] = {
     "COPY": [
         lambda t: t.x.to(t.number.device),
@@ -280,7 +280,7 @@ def hooked(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-# What runs in backward, and the line that is named.
+# Code that runs in backward, and the line that the error names.
 BAD_BACKWARD: list[tuple[Snippet, str]] = [
     (lambda t: ReadsInBackward.apply(t.weight).sum().backward(), "return grad * grad.sum().tolist()"),
     (lambda t: hooked(t.weight * 2).sum().backward(), "x.register_hook(lambda grad: grad.unique())"),
@@ -294,7 +294,7 @@ KINDS = ("cpu", "fake cpu", "fake cuda")
 
 @contextmanager
 def zoo(kind: str) -> Iterator[Any]:
-    """The tensors of a snippet, on the CPU, or fake ones there or on a GPU."""
+    """Yields the tensors of a snippet: on the CPU, or fake ones on the CPU or a GPU."""
     place = kind.split()[-1]
     with FakeTensorMode() if "fake" in kind else nullcontext():
         with torch.device(place):
@@ -305,7 +305,7 @@ def zoo(kind: str) -> Iterator[Any]:
                 mask=torch.ones(4, dtype=torch.bool),
                 square=torch.ones(4, 4),
                 empty=torch.empty(0),
-                # Autograd ends the process at tensors of a device that torch was built without.
+                # Autograd aborts the process for tensors of a device that torch was built without.
                 weight=torch.ones(4, requires_grad=place == "cpu"),
                 fresh=torch.ones(4, requires_grad=place == "cpu"),
                 number=torch.ones((), device="cpu"),
@@ -328,7 +328,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def reads() -> Iterator[None]:
-    """An operator of a library whose implementation on the CPU reads values."""
+    """Registers a custom operator whose CPU implementation reads values."""
     with torch.library._scoped_library("graph_zoo", "FRAGMENT") as library:
         library.define("reads(Tensor x) -> Tensor")
         library.impl("reads", lambda x: x * x.sum().item() + torch.from_numpy(x.numpy()), "CPU")
@@ -345,7 +345,7 @@ def each(kinds: Sequence[str], snippets: Iterable[tuple[Snippet, str]]) -> Any:
         pytest.param(kind, snippet, expected, id=f"{kind}-{source(snippet)}")
         for snippet, expected in snippets
         for kind in kinds
-        # Torch's indexing asks for the device's library, also where the tensor is a fake one.
+        # Torch's indexing requires the device's library, even for a fake tensor.
         if kind != "fake cuda"
         or torch.backends.cuda.is_built()
         or not re.search(r"\[t\.|[tx]\[|_set|nonzero|copy_|from_dlpack\(t", source(snippet))
@@ -456,7 +456,7 @@ def test_nothing_is_watched_outside() -> None:
 
 
 def name_in_frames(function: Callable[..., Any]) -> str:
-    """The name by which the lint finds a call of this function: module and qualified name of its frames."""
+    """Returns the name by which the linter recognizes a call of this function: its module and qualified name."""
     undecorated = inspect.unwrap(function)
     return f"{undecorated.__globals__['__name__']}.{undecorated.__code__.co_qualname}"
 

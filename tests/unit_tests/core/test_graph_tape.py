@@ -1,4 +1,4 @@
-"""The tape shows what a CUDA graph would do to a program: what other tests take it for."""
+"""The tape simulates the effect of a CUDA graph on a program; other tests rely on it."""
 
 from collections.abc import Callable
 from typing import Any
@@ -97,7 +97,7 @@ def test_backward_is_part_of_it_and_views_stay_views() -> None:
 
 
 class Twice(Tensor):
-    """Without memory: what is added to it goes to another tensor, twice; factors are read by the host."""
+    """A tensor without memory: additions go to a different tensor, twice, and factors are read on the host."""
 
     @staticmethod
     def __new__(cls, other: Tensor) -> "Twice":
@@ -108,7 +108,7 @@ class Twice(Tensor):
 
     other: Tensor
 
-    # torch's refuses our arguments.
+    # torch's own __init__ rejects our arguments.
     def __init__(self, other: Tensor) -> None:
         pass
 

@@ -1,4 +1,4 @@
-"""Groups along the axes of a grid with names of a script's own."""
+"""Process groups along the axes of a grid with user-defined names."""
 
 import pytest
 import torch.distributed as dist

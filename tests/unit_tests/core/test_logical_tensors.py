@@ -72,7 +72,7 @@ def test_twenty_thousand_boxes_of_any_shape_are_no_quadratic_work():
     boxes = rows + columns + rest + [Box((0, 0, 0), (1, 400, 4096))]
     parts = disjoint_parts(boxes)
     assert sum(part.volume for _, part in parts) == 200 * 400 * 4096
-    assert len(parts) == len(boxes) - 100  # the box of the first expert contains its hundred shards
+    assert len(parts) == len(boxes) - 100  # the box of the first expert contains the hundred shards of that expert
 
 
 @given(box_lists(max_boxes=2).filter(lambda case: len(case[1]) == 2))
@@ -180,7 +180,7 @@ def test_wrong_descriptions_are_refused():
 
 
 def _any_parameter(random: Random) -> tuple[int, list[LogicalPiece]]:
-    """Draws the number of elements of a parameter and its pieces, as modules of the framework store one."""
+    """Draws a parameter's number of elements and its logical pieces, in the layouts that our modules use."""
     kind = random.choice(["as it is", "gated", "grouped", "experts", "padded", "scalar"])
     a, b, c, d = (random.randint(1, 5) for _ in range(4))
     if kind == "as it is":
@@ -189,7 +189,7 @@ def _any_parameter(random: Random) -> tuple[int, list[LogicalPiece]]:
     if kind == "gated":
         return 2 * a * b, [LogicalPiece(f"k{i}", (a, b), (b, 1), i * a * b, (a, b), (0, 0)) for i in range(2)]
     if kind == "grouped":
-        # a groups of b queries, one key and one value, of c rows and d columns.
+        # a groups of b queries, one key and one value, each with c rows and d columns.
         head, group = c * d, (b + 2) * c * d
         q = LogicalPiece("q", (a, b, c, d), (group, head, d, 1), 0, (a, b, c, d), (0, 0, 0, 0))
         k, v = (
@@ -202,7 +202,7 @@ def _any_parameter(random: Random) -> tuple[int, list[LogicalPiece]]:
         strides, stored = (2 * b * c, 1, 2 * b), (a + 1, b, c)
         return 2 * a * b * c, [LogicalPiece(f"k{i}", (a, b, c), strides, i * b, stored, (1, 0, 0)) for i in range(2)]
     if kind == "padded":
-        # b rows of padding, possibly all that the rank has.
+        # b rows of padding, possibly the only rows of this rank.
         rows = random.choice([0, a])
         return (rows + b) * c, [LogicalPiece("k", (rows, c), (c, 1), 0, (a + d, c), (d if rows else a + d, 0))]
     return 1, [identity_piece("k", ())]
@@ -217,7 +217,7 @@ def test_boxes_of_all_ranks_hold_each_stored_element_once_and_load_in_place(seed
     cuts = sorted([0, numel, *(random.randint(0, numel) for _ in range(random.randint(0, 5)))])
     loaded = torch.zeros(numel + 7, dtype=torch.int64)
     for start, end in zip(cuts, cuts[1:], strict=False):
-        # Inside a larger buffer, as a shard is.
+        # Inside a larger buffer, like a shard.
         flat = torch.zeros(end - start + 9, dtype=torch.int64)[5 : 5 + end - start]
         flat.copy_(parameter[start:end])
         boxes = range_tensors(pieces, flat, start=start)

@@ -1,4 +1,4 @@
-"""Names that plug-ins written for Megatron-LM import from its paths, against torch's own functions."""
+"""Names that plug-ins written for Megatron-LM import from its paths, compared with torch's functions."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Global batch sizes of a run, constant and increasing, and their microbatches."""
+"""Constant and increasing global batch sizes of a run, and their numbers of microbatches."""
 
 import random
 from dataclasses import fields
@@ -47,7 +47,7 @@ def test_a_ramp_gives_each_step_the_naive_size_and_counts_steps_as_a_loop_does(s
         assert size == naive_ramp(consumed, *ramp, wanted) == calculator.get_num_microbatches() * per_round
         if consumed <= limit < consumed + size:
             assert schedule.iterations_within(limit) == step
-            # From the middle of the ramp on, the steps that are left.
+            # Remaining steps from an arbitrary point of the ramp-up on.
             passed = rng.randint(0, step)
             assert schedule.iterations_within(limit, consumed=schedule.samples_after(passed)) == step - passed
         consumed += size

@@ -17,7 +17,7 @@ from megatron.core.optimizer_param_scheduler import (
 
 
 class Groups:
-    """A stand-in for an optimizer, with parameter groups."""
+    """A mock of an optimizer, with parameter groups."""
 
     def __init__(self, *groups):
         self.param_groups = list(groups) or [{}]

@@ -14,7 +14,7 @@ from megatron.core.parallel_state import RankGenerator
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
 from tests.unit_tests.core.fake_world import fake_world
 
-# tp, cp, dp, pp; etp, ep: edp follows.
+# tp, cp, dp, pp, etp, ep; edp follows from these.
 GRIDS = [
     (1, 1, 1, 1, 1, 1),
     (1, 1, 4, 1, 1, 2),
@@ -144,7 +144,7 @@ def test_values_of_the_setters_replace_those_of_the_groups_until_the_groups_are_
     kinds = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
     with fake_world(1, 2):
         ps.set_tensor_model_parallel_world_size(8)
-        assert ps.get_tensor_model_parallel_world_size() == 8  # scripts without groups do so too
+        assert ps.get_tensor_model_parallel_world_size() == 8  # as scripts without groups do
         ps.destroy_model_parallel()
         ps.initialize_model_parallel(2)
         own_rank, own_size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
@@ -189,7 +189,7 @@ def test_first_ranks_and_groups_on_the_host_are_those_of_the_groups() -> None:
 
 def test_timeouts_of_groups_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     changed: list[tuple[timedelta, dist.ProcessGroup]] = []
-    # The fake backend has no timeout of its own.
+    # The fake backend has no timeout.
     monkeypatch.setattr(
         dist.distributed_c10d, "_set_pg_timeout", lambda timeout, group: changed.append((timeout, group))
     )

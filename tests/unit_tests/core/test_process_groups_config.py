@@ -1,4 +1,4 @@
-"""Omitted groups are those of parallel_state, ALONE is a single rank, and sizes must match the configuration."""
+"""Omitted groups default to those of parallel_state, ALONE is a single rank, and sizes must match the configuration."""
 
 import copy
 import pickle

@@ -1,4 +1,4 @@
-"""Checks of results that loss functions of scripts make, and their marks in traces."""
+"""Result checks made by loss functions of scripts, and their marks in traces."""
 
 import pytest
 import torch

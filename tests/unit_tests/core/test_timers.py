@@ -1,4 +1,4 @@
-"""Timers accumulate, continue after a reading, respect their level, and print times in Megatron's format."""
+"""Timers accumulate, continue after being read, respect their level, and print times in Megatron's format."""
 
 import pytest
 

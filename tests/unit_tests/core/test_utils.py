@@ -29,7 +29,7 @@ from tests.unit_tests.core.optimizer.reference import wrap
 
 
 class ModelWithAPartNamedModule(nn.Module):
-    """A model of a user."""
+    """A user's model with a submodule called `module`."""
 
     def __init__(self) -> None:
         super().__init__()

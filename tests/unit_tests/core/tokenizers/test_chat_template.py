@@ -1,4 +1,4 @@
-"""Chats have the same text, tokens and assistant marks as in transformers, also without marks in the template."""
+"""Chats have the same text, tokens and assistant masks as in transformers, even if templates mark no assistant text."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ CHATML = """{{ bos_token }}{% for message in messages %}
 {% else %}{{ message.content }}<|im_end|>{% endif %}
 {% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<s>"]
-# Templates that mark nothing; the assistant's part is what follows the prompt.
+# Templates without marks: the assistant's text is the part after the prompt.
 UNMARKED = {
     "chatml": CHATML.replace("{% generation %}", "").replace("{% endgeneration %}", ""),
     "llama": "{% for m in messages %}{% if m.role == 'assistant' %} {{ m.content }} {{ eos_token }}"
@@ -68,7 +68,7 @@ def test_tokens_and_marks_are_those_of_transformers(folder: Path, turns: list[tu
     )
     assert chat.text == reference.apply_chat_template(messages(turns), tokenize=False)
     assert found.ids == wanted["input_ids"] and [int(mark) for mark in found.marks] == wanted["assistant_masks"]
-    # Also where blanks have no characters of their own.
+    # Also if the vocabulary has no characters for blanks.
     assert HuggingFaceTokenizer(str(folder / "trimmed")).tokenize_marked(chat.text, chat.spans) == found
 
 

@@ -1,4 +1,4 @@
-"""SentencePiece, tiktoken and GPT-2 tokenizers agree with their libraries, and report errors of files."""
+"""SentencePiece, tiktoken and GPT-2 tokenizers agree with their libraries, and report errors in files."""
 
 import base64
 import json
@@ -85,7 +85,7 @@ def test_tiktoken_ids_are_the_librarys_behind_1000_special_ones(
 
 @pytest.mark.parametrize("text", ["", "hello", " The  dog\n"])
 def test_tiktoken_reads_a_million_blanks(tik: dict[str, BaseTokenizer], text: str) -> None:
-    blanks = " " * 1_000_000 + text  # at which the library panics
+    blanks = " " * 1_000_000 + text  # the library panics on it
     assert tik["tiktoken"].decode(tik["tiktoken"].encode(blanks)) == blanks
 
 
@@ -118,7 +118,7 @@ def test_special_ids_sizes_and_vocabularies(files: dict[str, Path]) -> None:
 
 
 def test_sentencepiece_models_may_have_a_special_piece_at_0(tmp_path: Path) -> None:
-    # As T5's.
+    # As in T5.
     path = write_sentencepiece(tmp_path / "t5.model", pad_id=0, eos_id=1, unk_id=2, bos_id=-1)
     tokenizer = build("SentencePieceTokenizer", path)
     assert (tokenizer.bos, tokenizer.eod, tokenizer.pad) == (None, 1, 0)

@@ -22,7 +22,7 @@ from megatron.core.tokenizers.tokenizer import END_OF_TEXT, ByteLevelTokenizer
 
 
 def write_tokenizer(folder: Path, special: list[str], config: object = None) -> Path:
-    """Writes a byte-level BPE with these special tokens, and its tokenizer_config.json if given."""
+    """Writes a byte-level BPE tokenizer with these special tokens, and its tokenizer_config.json if one is passed."""
     library = Library(models.BPE())
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     library.decoder = decoders.ByteLevel()
@@ -47,7 +47,7 @@ def folder(tmp_path_factory) -> Path:
 
 @given(text=st.text())
 def test_any_text_comes_back(folder: Path, text: str) -> None:
-    assume(END_OF_TEXT not in text)  # the library reads special tokens in text, as transformers does
+    assume(END_OF_TEXT not in text)  # like transformers, the library recognizes special tokens in text
     for tokenizer in (ByteLevelTokenizer(), hugging_face(folder)):
         tokens = tokenizer.tokenize(text)
         assert tokenizer.detokenize(tokens) == text

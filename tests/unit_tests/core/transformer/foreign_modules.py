@@ -1,4 +1,4 @@
-"""Attention cores and layers as users of Megatron-LM write them, who know none of our names."""
+"""Attention cores and layers as users of Megatron-LM write them, without using any of our own names."""
 
 import math
 from dataclasses import replace
@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 
 class ForeignCore(nn.Module):
-    """An attention core by matrix products. `calls` counts its forwards."""
+    """An attention core computed with matrix multiplications. `calls` counts its forward calls."""
 
     calls = 0
 
@@ -65,7 +65,7 @@ class ForeignCore(nn.Module):
 
 
 class ForeignAttention(nn.Module):
-    """A whole attention layer, each of its arguments given by name and most without a default."""
+    """A whole attention layer, with arguments that are passed by name and mostly have no default."""
 
     def __init__(self, config: Any, layer_number: int, attn_mask_type: Any = None, pg_collection: Any = None) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class ForeignAttention(nn.Module):
 
 
 class ForeignMLP(nn.Module):
-    """A feed-forward layer that is told nothing but the configuration."""
+    """A feed-forward layer that receives only the configuration."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -127,7 +127,7 @@ class ForeignActivation(nn.Module):
 
 
 def spec_with(**parts: Any) -> ModuleSpec:
-    """A dense layer's spec with other parts; `core` is inside its attention."""
+    """Returns a dense layer's spec with some submodules replaced; `core` replaces the core of its attention."""
     submodules = get_gpt_layer_local_submodules()
     if "core" in parts:
         attention = submodules.self_attention
@@ -136,11 +136,11 @@ def spec_with(**parts: Any) -> ModuleSpec:
     return ModuleSpec(TransformerLayer, submodules=replace(submodules, **parts))
 
 
-# For --spec.
+# Passed by --spec.
 FOREIGN_CORE = spec_with(core=ForeignCore)
 
 
 def foreign_layers(config: Any) -> TransformerBlockSubmodules:
-    """Layers whose attention and feed-forward parts are foreign."""
+    """Returns layers whose attention and feed-forward submodules are foreign."""
     spec = spec_with(self_attention=ForeignAttention, mlp=ForeignMLP)
     return TransformerBlockSubmodules(layer_specs=[spec] * config.num_layers, layer_norm=Norm)

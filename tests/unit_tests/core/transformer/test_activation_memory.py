@@ -1,4 +1,4 @@
-"""Recomputed and offloaded models: the same numbers as plain ones, bit for bit, from as many bytes as planned."""
+"""Recomputed and offloaded models: bit-identical results, with the planned number of saved bytes."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -73,7 +73,7 @@ SAVERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 
 
 def trained(fields: dict[str, Any], *, frozen: str = "") -> dict[str, Any]:
-    """Losses of three microbatches and one evaluation, gradients, router losses, what torch draws next, hook calls."""
+    """Returns losses, gradients, router losses, hook calls and the next random number after three microbatches."""
     torch.manual_seed(11)
     config = small_config(**fields)
     model = small_model(config)
@@ -110,7 +110,7 @@ def test_numbers_are_those_of_the_plain_model(case: int, freeze: bool) -> None:
 
 
 def live_bytes(**fields: Any) -> int:
-    """Bytes that wait for backward after a forward pass; those in host buffers, which stand already, do not count."""
+    """Bytes saved for backward in a forward pass, excluding persistent host buffers."""
     model = small_model(small_config(**{"num_layers": NUM_LAYERS, **fields}))
     loss_of(model).backward()
     with LiveBytes() as made:
@@ -130,27 +130,27 @@ def test_recompute_keeps_the_bytes_it_should() -> None:
     for count in range(1, NUM_LAYERS + 1):
         assert live_bytes(**full("uniform", count)) == rest + -(-NUM_LAYERS // count) * HIDDEN_BYTES
         assert live_bytes(**full("block", count)) == plain - count * (layer - HIDDEN_BYTES)
-    # The outputs of two norms, and their statistics [S, B], each a mean and a reciprocal deviation.
+    # The outputs of two norms, and their statistics [S, B]: a mean and a reciprocal deviation each.
     assert live_bytes(**selective("layernorm")) == plain - NUM_LAYERS * 2 * (HIDDEN_BYTES + 2 * HIDDEN_BYTES // 32)
-    # What lies between the feed-forward layer's input and its output: fc1 with its bias, and the activation.
+    # Tensors between the feed-forward layer's input and output: fc1's output with its bias, and the activation.
     assert live_bytes(**selective("mlp")) == plain - NUM_LAYERS * 2 * HIDDEN_BYTES * 48 // 32
     latent = {**OF_LATENTS, **NOTHING_DRAWN}
-    # Queries and keys of 4 heads, the normed latents, and their statistics. Of the values the kernel saves a copy, as
-    # wide as keys.
+    # Queries and keys of 4 heads, the normalized latents, and their statistics. The attention kernel saves values
+    # padded to the width of keys.
     dropped = NUM_LAYERS * HIDDEN_BYTES * (4 * (10 + 10) + (12 + 1) + (10 + 1)) // 32
     assert live_bytes(**latent, **selective("mla_up_proj")) == live_bytes(**latent) - dropped
     moe = {**MOE, "moe_layer_freq": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    act = NUM_LAYERS * 2 * HIDDEN_BYTES * 48 // 32  # two rows a token
+    act = NUM_LAYERS * 2 * HIDDEN_BYTES * 48 // 32  # two rows per token
     assert live_bytes(**moe, **selective("moe_act")) == live_bytes(**moe) - act
     assert live_bytes(**moe, **selective("moe")) < live_bytes(**moe) - 2 * act
 
 
 class Forbidden:
-    """A generator that is asked for nothing."""
+    """A generator without methods, so that any use raises AttributeError."""
 
 
 class OwnLayer(TransformerLayer):
-    """Nobody knows whether it draws."""
+    """A user-defined layer, of which it is unknown whether it draws random numbers."""
 
 
 NOTHING_DRAWN: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -173,7 +173,7 @@ def test_generators_are_asked_for_states_only_where_what_runs_again_draws(
     plain, saved = trained(fields), trained({**fields, **saver})
     torch.testing.assert_close(saved["grads"], plain["grads"], rtol=0, atol=0)
     model = small_model(small_config(**fields, **saver))
-    # All of torch's functions for states go through this name.
+    # All torch functions that read or set the CPU generator's state use this name.
     monkeypatch.setattr(torch.random, "default_generator", Forbidden())
     with pytest.raises(AttributeError, match="get_state") if is_asked else nullcontext():
         step(model)
@@ -195,7 +195,7 @@ def test_offloading_frees_all_but_the_last_layer() -> None:
     assert live_bytes(**offload("qkv_linear")) == plain - 3 * HIDDEN_BYTES
     assert live_bytes(**offload("qkv_linear", activation_offload_fraction=0.3)) == plain - HIDDEN_BYTES
     whole = live_bytes(cpu_offloading_num_layers=3, min_offloaded_tensor_size=0)
-    # A layer's output is the input of the next, which the last layer keeps.
+    # A layer's output is the input of the next layer, so the last offloaded output is kept by the layer after it.
     assert plain - 3 * layer <= whole <= plain - 2 * layer
     assert live_bytes(**offload("qkv_linear", min_offloaded_tensor_size=HIDDEN_BYTES // 4)) == plain - 3 * HIDDEN_BYTES
     with pytest.raises(ValueError, match="min_offloaded_tensor_size is 1025 elements, but the largest .* has 1024"):

@@ -1,4 +1,4 @@
-"""The offloader alone: the memory it moves, when it is fetched, and the state after an interrupted step."""
+"""The offloader in isolation: memory that it moves, time of prefetches, and its state after an aborted step."""
 
 import random
 from typing import Any
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 class Squares(torch.autograd.Function):
-    """Sums the squares of what it saves."""
+    """Sums the squares of its inputs and saves them for backward."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def test_views_and_shared_memory_move_once_and_come_back_equal(dtype: torch.dtyp
     def forward(through: Any, end: Any) -> Tensor:
         memory = base * 1
         views = memory.t(), memory[1:5, ::2], memory.view(4, 12), memory[0].expand(3, 8), memory
-        little = (base * 1)[:, 3]  # an eighth of its memory: moves alone
+        little = (base * 1)[:, 3]  # an eighth of its memory, so it is copied separately
         return through(Squares.apply, *views, little, little) + end(Squares.apply, memory)
 
     (expected,) = torch.autograd.grad(forward(run, run), base)
@@ -73,7 +73,7 @@ def test_the_layer_before_is_fetched_while_one_computes() -> None:
         y = layer(torch.exp, y * 0.1)
         y.register_hook(lambda _: fetched.append(offloader.bytes_in // x.nbytes))
     y.sum().backward()
-    # Before the last layer's backward nothing is back; then always the next one is.
+    # Nothing is fetched before the last layer's backward. From then on one layer is prefetched.
     assert offloader.bytes_out == 3 * x.nbytes and fetched == [0, 1, 2, 3]
 
 

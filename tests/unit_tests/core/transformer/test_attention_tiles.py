@@ -1,4 +1,4 @@
-"""Tiles over ranks cover what a causal mask allows, once; kernels give each tile's softmax and gradients."""
+"""Tiles of all ranks cover a causal mask exactly once, and kernels compute each tile's softmax and gradients."""
 
 from functools import partial
 from typing import Any
@@ -24,7 +24,7 @@ SEQ, BATCH = 24, 2
 
 
 def pairs(tile: Tile) -> Tensor:
-    """[rows, columns], bool: what the tile's limits allow."""
+    """Returns the mask of allowed pairs in a tile: [rows, columns], bool."""
     rows = torch.arange(tile.queries.stop - tile.queries.start).unsqueeze(1)
     columns = torch.arange(tile.keys.stop - tile.keys.start)
     low = True if tile.first is None else columns >= rows + tile.first
@@ -59,7 +59,7 @@ def test_tiles_hold_every_pair_that_sees_each_other_once(
 
 
 def _segment_starts(borders: list[int]) -> Tensor:
-    """[B, S]: where each token's segment starts in its sample."""
+    """Returns the start of each token's segment in its sample: [B, S]."""
     places = torch.arange(BATCH * SEQ)
     starts = torch.tensor(borders)[torch.searchsorted(torch.tensor(borders), places, right=True) - 1]
     return (starts % SEQ).view(BATCH, SEQ)
@@ -71,7 +71,7 @@ def test_merged_tiles_are_the_softmax_over_all_of_them(plain: bool, window: int 
     draw: Any = partial(torch.randn, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     query, grad = draw(BATCH, 4, SEQ, 8), draw(BATCH, 4, SEQ, value_width)
     key, value = draw(BATCH, 2, SEQ, 8), draw(BATCH, 2, SEQ, value_width)
-    # Of one rank's rows: their memory has gaps.
+    # Rows of one rank, which have gaps in memory.
     rows, grad = (split_sequence(t, 2, size=2, rank=0) for t in (query, grad))
     held = stretches(chunks_of_rank(SEQ, size=2, rank=0))
     tiles = tiles_of_batch(held, [Stretch(0, 0, SEQ)], segments=[[slice(0, SEQ)]], window=window)
@@ -100,7 +100,7 @@ def of_tile(tile: Tile, query: Tensor, *keys_and_values: Tensor) -> TileInputs:
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, *, window: int | None) -> Tensor:
-    """The first of two ranks' rows by one mask."""
+    """Computes attention of the first of two ranks' rows with a single mask."""
     places = split_sequence(torch.arange(SEQ), 0, size=2, rank=0)
     ahead = torch.arange(SEQ) - places.unsqueeze(1)
     forbidden = (ahead > 0) | (ahead < -(SEQ if window is None else window))

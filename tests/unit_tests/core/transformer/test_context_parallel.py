@@ -1,4 +1,4 @@
-"""The cut of sequences over context-parallel ranks: exact, balanced and invertible."""
+"""Splitting sequences over context-parallel ranks is exact, balanced and invertible."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def test_parts_are_an_early_and_a_late_chunk_and_join_to_the_whole(size: int) ->
     whole = torch.arange(2 * 24 * 3).view(2, 24, 3)
     parts = [split_sequence(whole, 1, size=size, rank=rank) for rank in range(size)]
     assert torch.equal(join_sequence(parts, 1), whole)
-    # A causal token sees itself and all before it: every rank sees equally much, up to the grain of a chunk.
+    # A causal token attends to itself and all tokens before it. All ranks have equal work, up to the size of a chunk.
     seen = [sum(part[0, :, 0].div(3, rounding_mode="floor").tolist()) for part in parts]
     assert len(set(seen)) == 1
 

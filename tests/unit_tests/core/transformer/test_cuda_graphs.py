@@ -1,4 +1,4 @@
-"""A part that runs from graphs computes what it computes eagerly, bit for bit, and slots come back. On tapes."""
+"""Modules run from CUDA graphs are bit-identical to eager execution, and slots are returned. Graphs are simulated."""
 
 import copy
 import logging
@@ -17,7 +17,7 @@ Call = Callable[..., Any]
 
 
 class Part(nn.Module):
-    """Several outputs: one that keeps what backward needs, one without gradient, a parameter, an argument, a number."""
+    """A module with many kinds of outputs: with saved tensors, without gradient, a parameter, an argument, a number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ class Part(nn.Module):
 
 
 class Steps:
-    """Steps of one part, eagerly or from graphs, after one that warms up."""
+    """Runs steps of one module, eagerly or from graphs, after a warm-up step."""
 
     def __init__(self, part: nn.Module) -> None:
         self.step: Call = run
@@ -45,7 +45,7 @@ class Steps:
 
 
 def microbatch(part: nn.Module, through: Call, seed: int, needs_grad: bool = True) -> tuple[Tensor, Tensor]:
-    """The input, and a loss that uses every output."""
+    """Returns the input, and a loss that uses every output."""
     torch.manual_seed(seed)
     x, tables = torch.randn(4, 6, requires_grad=needs_grad), {"cos": torch.randn(6)}
     hidden, best, bias, same, scale, norm = through(part, x, tables, scale=0.5)
@@ -82,7 +82,7 @@ def without_backward(part: nn.Module, through: Call) -> list[Tensor | None]:
     return one_by_one(part, through)
 
 
-# Passes of a step, and how many slots they take: of each signature as many as there are in flight.
+# Passes of a step, and the number of slots: the largest number of calls in flight with the same signature.
 PASSES = [(one_by_one, 1), (in_turn, 3), (last_first, 3), (without_backward, 1)]
 
 
@@ -118,7 +118,7 @@ def test_calls_that_no_graph_can_stand_for_run_eagerly() -> None:
 
     steps(calls)
     assert steps.graphed.num_slots == 4
-    steps.graphed(part, x, tables)  # outside of a step
+    steps.graphed(part, x, tables)  # outside a step
     assert steps.graphed.num_slots == 4 and copy.deepcopy(steps.graphed) is run
 
 
@@ -174,7 +174,7 @@ def test_a_second_backward_is_refused_and_new_graphs_follow_a_new_fingerprint() 
 
 
 class Chain:
-    """Layers in a row, of which each is a part that saves what it makes; through: how a part is run, by its place."""
+    """A sequence of layers, each of which is a graphed module that saves its output. through: how to run each layer."""
 
     def __init__(self, num_parts: int, graphs: TapeGraphs | None = None) -> None:
         torch.manual_seed(3)
@@ -186,7 +186,7 @@ class Chain:
         self.manager(data_iterator=None, step=lambda: None)
 
     def eager(self) -> "Chain":
-        """Returns the same parts, to be run without graphs."""
+        """Returns a copy that runs without graphs."""
         other = Chain(0)
         other.parts, other.through = copy.deepcopy(self.parts), [run] * len(self.parts)
         return other
@@ -197,7 +197,7 @@ class Chain:
         return x
 
     def step(self, passes: Callable[["Chain"], Any]) -> list[Tensor | None]:
-        """Runs passes as a step; returns what they return and the parameters' gradients."""
+        """Runs passes as one step, and returns their results and the parameters' gradients."""
         found = self.manager(data_iterator=None, step=lambda: passes(self), forward_step_func=lambda: None)[0]
         return [*found, *(param.grad for part in self.parts for param in part.parameters())]
 
@@ -208,7 +208,7 @@ def inputs(seed: int) -> Tensor:
 
 
 def one_forward_one_backward(chain: Chain) -> list[Tensor | None]:
-    """The first stage of a pipeline with two microbatches in flight."""
+    """Runs 1F1B as on the first stage of a pipeline, with two microbatches in flight."""
     given = [inputs(seed) for seed in range(5)]
     losses = [chain(given[0]).sum()]
     for place in range(1, 5):
@@ -238,8 +238,8 @@ def another_order(chain: Chain) -> list[Tensor | None]:
     return [x.grad for x in given]
 
 
-# Passes of a step, and how many memory pools they take: as many as microbatches in flight; others have parts in orders
-# that no single pool can hold.
+# Passes of a step, and the number of memory pools: one per microbatch in flight. Some passes need another, because
+# they run modules in an order that a single pool does not support.
 ORDERS = [(one_forward_one_backward, 2), (branches, 1), (a_part_twice, 2), (another_order, 2)]
 
 
@@ -278,7 +278,7 @@ def test_a_forward_step_is_a_microbatch_also_where_it_calls_other_parts() -> Non
     eager = chain.eager()
 
     def passes(some: Chain) -> list[Tensor | None]:
-        # Through the schedule's own argument, as training does.
+        # Uses the forward_step that the schedule receives, as training does.
         given = [inputs(seed) for seed in range(2)]
         losses = [forward_step(some, x, [place]) for place, x in enumerate(given)]
         for loss in losses:

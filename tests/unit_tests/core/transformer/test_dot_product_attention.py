@@ -1,4 +1,4 @@
-"""Attention cores against one naive reference: packed sequences, windows, groups and masks over random shapes."""
+"""Attention cores compared with a naive reference: packed sequences, windows, groups and masks over random shapes."""
 
 import random
 from typing import Any
@@ -15,13 +15,13 @@ from tests.unit_tests.core.models.small_models import LATENT, LLAMA_LIKE, SEQ, s
 
 
 def naive(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, sinks: Tensor | None = None) -> Tensor:
-    """softmax(q k^T / sqrt(D)) v head by head; allowed: [B, S, S]; sinks: [N], of a column of zeros."""
+    """Computes softmax(q k^T / sqrt(D)) v head by head. allowed: [B, S, S]; sinks: [N], logits of a zero column."""
     heads = []
     for head in range(query.shape[2]):
         group = head // (query.shape[2] // key.shape[2])
         q, k, v = query[:, :, head], key[:, :, group], value[:, :, group]  # [S, B, D]
         scores = torch.einsum("sbd,tbd->bst", q, k) / q.shape[-1] ** 0.5
-        # A token that may see nothing gets 0.
+        # A token that attends to nothing gets 0.
         scores = scores.masked_fill(~allowed, -1e30)
         if sinks is not None:
             scores = torch.cat((scores, sinks[head].expand(*scores.shape[:2], 1)), dim=-1)
@@ -31,13 +31,13 @@ def naive(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, sinks: Ten
 
 
 def borders(batch: int, seq: int, draw: random.Random) -> list[int]:
-    """Every sample's end, some of the places between, and a segment without tokens."""
+    """Draws segment boundaries: every sample's end, some positions in between, and an empty segment."""
     inner = draw.sample(range(batch * seq), k=draw.randint(0, batch * seq // 2))
     return sorted({0, *inner, *range(0, batch * seq + 1, seq)}) + [batch * seq]
 
 
 def allowed_pairs(batch: int, seq: int, ends: list[int], left: int) -> Tensor:
-    """Causal within segments and windows: [B, S, S], row i may see column j."""
+    """Returns the causal mask within segments and windows: [B, S, S], whether row i attends to column j."""
     segment = torch.tensor([sum(token >= end for end in ends) for token in range(batch * seq)]).view(batch, seq)
     distance = torch.arange(seq)[:, None] - torch.arange(seq)
     seen = (distance >= 0) & ((distance <= left) | (left == -1))
@@ -50,7 +50,7 @@ def allowed_pairs(batch: int, seq: int, ends: list[int], left: int) -> Tensor:
 def test_attention_equals_the_naive_one_on_random_shapes(
     backend: AttnBackend, softmax: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Sequences of some tokens then have windows of several blocks.
+    # Makes windows of short sequences span several blocks.
     for module in (dot_product_attention, attention_tiles):
         monkeypatch.setattr(module, "MIN_ROWS", 2)
     draw = random.Random(4)
@@ -153,7 +153,7 @@ def test_a_sink_takes_its_share_under_dropout_too() -> None:
     assert core.softmax_offset is not None
     with torch.no_grad():
         core.softmax_offset.fill_(torch.tensor(8.0).log())
-    # Scores of 0: each of 8 tokens has a share of 1 / 16 in the last row, or none, or twice that.
+    # All scores are 0: each of 8 tokens has weight 1 / 16 in the last row, which dropout sets to zero or doubles.
     zeros, ones = torch.zeros(8, 500, 1, 32), torch.ones(8, 500, 1, 32)
     last = core(zeros, zeros, ones)[-1, :, 0] * 8
     assert torch.equal(last, last.round()) and 3.5 < last.mean() < 4.5

@@ -1,4 +1,4 @@
-"""Modules written for Megatron-LM in the places of a layer's own."""
+"""Modules written for Megatron-LM that replace submodules of a layer."""
 
 import functools
 from dataclasses import replace
@@ -103,7 +103,7 @@ def test_an_activation_module_and_a_partial_builder_take_the_place_of_the_functi
 
 
 class Returning(TransformerLayer):
-    """A layer of a user that returns hidden states alone."""
+    """A user's layer that returns only hidden states."""
 
     def __init__(self, config: Any, submodules: Any, layer_number: int = 1, pg_collection: Any = None) -> None:
         super().__init__(config, submodules, layer_number, pg_collection=pg_collection)
@@ -216,7 +216,7 @@ def test_static_inputs_have_the_shapes_of_a_run() -> None:
 
 
 class WithCache(nn.Module):
-    """As modules of Transformer Engine."""
+    """A module with an is_first_microbatch attribute, like modules of Transformer Engine."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ def test_modules_that_cache_weights_are_told_of_a_first_microbatch() -> None:
 
 
 class _NamedMLP(MLP):
-    """A subclass as plug-ins write it: one argument of its own, the rest passed on."""
+    """A subclass as in plug-ins: adds an argument and passes on the others."""
 
     def __init__(self, *args: Any, label: str = "", **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

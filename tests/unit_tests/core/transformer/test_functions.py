@@ -1,4 +1,4 @@
-"""The autograd functions of norms, rotary positions and SwiGLU: gradients, dtypes, strided inputs, frozen inputs."""
+"""Autograd functions of norms, rotary embeddings and SwiGLU: gradients, dtypes, strided and frozen inputs."""
 
 from collections.abc import Callable
 
@@ -77,7 +77,7 @@ def test_strided_inputs_and_second_backwards_give_the_same(name: str) -> None:
     function, shapes = FUNCTIONS[name]
     torch.manual_seed(3)
     inputs = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
-    # The same values in memory with gaps and another order of dimensions.
+    # The same values in memory with gaps.
     strided = [value.detach().unsqueeze(-1).repeat_interleave(2, -1)[..., 0].requires_grad_() for value in inputs]
     flat = [torch.cat([part.flatten() for part in _parts(function(*values))]) for values in (inputs, strided)]
     torch.testing.assert_close(flat[0], flat[1])
@@ -199,7 +199,7 @@ def test_one_is_added_in_fp32() -> None:
         small_config(normalization="RMSNorm", layernorm_zero_centered_gamma=True, params_dtype=torch.bfloat16), 4, eps=0
     )
     norm.weight.data.fill_(2.0**-9)
-    # In bf16, 1 + 2^-9 is 1; as a factor of 1.9921875 (= 255/128) it still moves the rounded product.
+    # 1 + 2^-9 rounds to 1 in bf16, but as an exact factor it changes the rounded product.
     x = torch.tensor([255.0, 255, 255, 255], dtype=torch.bfloat16)
     wide = x.double() / x.double().square().mean().sqrt() * (1 + 2.0**-9)
     assert torch.equal(norm(x), wide.to(torch.bfloat16))

@@ -1,4 +1,4 @@
-"""What lies ahead of each token, beside plain indexing; over ranks that share sequences in tests/distributed."""
+"""Future tokens of each token, compared with plain indexing. tests/distributed covers context parallelism."""
 
 import pytest
 import torch

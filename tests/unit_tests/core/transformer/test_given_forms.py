@@ -1,4 +1,4 @@
-"""Forms of values that scripts of Megatron-LM give to configurations."""
+"""Forms of configuration values that Megatron-LM scripts pass."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""Initial values of ranges of parameters: those of the whole model, wherever it is cut."""
+"""Initial values of parameter ranges equal those of the whole model, wherever it is split."""
 
 from random import Random
 
@@ -26,7 +26,7 @@ def test_ranges_of_any_cut_are_those_of_the_whole_model(fields: dict, params_dty
         assert values.covers(name), name
         flat = param.detach().view(-1)
         ends = sorted({0, flat.numel(), *(random.randrange(flat.numel()) for _ in range(3))})
-        # Padding rows of tables start as zeros.
+        # Padding rows of embedding tables are zero at first.
         parts = [torch.zeros(end - start, dtype=params_dtype) for start, end in zip(ends, ends[1:])]
         values.fill([(name, start, part) for start, part in zip(ends, parts)])
         assert torch.equal(torch.cat(parts), flat), name
@@ -65,7 +65,7 @@ def test_embeddings_have_a_deviation_of_their_own(tied: bool) -> None:
     plain = small_model(small_config(init_method_std=0.01), share_embeddings_and_output_weights=tied)
     others = dict(plain.named_parameters())
     for name, param in changed.named_parameters():
-        # The same numbers, a hundred times as large.
+        # The same random numbers, scaled by 100.
         torch.testing.assert_close(param, others[name] * (100 if name.startswith("embedding.") else 1))
 
 

@@ -1,4 +1,4 @@
-"""Layer patterns as text: what they stand for, and what is none."""
+"""Layer patterns in text form: their meaning, and errors for invalid ones."""
 
 import pytest
 

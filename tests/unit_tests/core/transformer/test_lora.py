@@ -1,4 +1,4 @@
-"""Adapters of one process: what they add, which layers have them, and what is trained; layouts in test_lora_parity."""
+"""Adapters in one process: effect, adapted layers and trained parameters. test_lora_parity tests layouts."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Methods that are parts of their layer run as the layer's parts decide."""
+"""Methods marked as parts run as the layer's runner decides."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +26,7 @@ from tests.unit_tests.core.models.small_models import small_config
 class Layer(MegatronModule):
     @part("mlp")
     def compute(self, x: Tensor, *, factor: float) -> Tensor:
-        """Multiplies x: [T], fp32."""
+        """Multiplies x by the factor. x: [T], fp32."""
         return x * factor
 
 

@@ -1,4 +1,4 @@
-"""Latent attention: names and shapes, defaults, gradients, what is refused. Whose numbers it gives is compared in
+"""Latent attention: names and shapes, defaults, gradients and rejected settings. Its values are compared in
 tests/unit_tests/core/models/test_hugging_face_agreement.py.
 """
 
@@ -23,7 +23,7 @@ def shapes(**fields: Any) -> dict[str, tuple[int, ...]]:
 
 
 def test_parameters_have_megatrons_names_and_shapes() -> None:
-    # 4 heads of 6 + 4 channels, values of 7; 12 and 10 for all of them.
+    # 4 heads with 6 + 4 query/key channels and 7 value channels; latent widths 12 (queries) and 10 (keys and values).
     shared = {
         "linear_kv_down_proj.weight": (10 + 4, 32),
         "linear_kv_up_proj.weight": (4 * (6 + 7), 10),
@@ -39,7 +39,7 @@ def test_parameters_have_megatrons_names_and_shapes() -> None:
     assert shapes(**NO_QUERY_RANK) == shared | {"linear_q_proj.weight": (4 * 10, 32)}
     norms = {"q_layernorm.weight", "kv_layernorm.weight"}
     assert shapes(**{**LATENT, "qk_layernorm": False}).keys() == (shared | down_and_up).keys() - norms
-    # Only what writes into the residual stream has the biases of linear layers.
+    # Only the layer that writes to the residual stream has a bias.
     assert shapes(**{**LATENT, "add_bias_linear": True}) == shared | down_and_up | {"linear_proj.bias": (32,)}
 
 
@@ -50,7 +50,7 @@ def test_the_configuration_of_scripts_has_the_defaults_of_deepseek() -> None:
     assert (config.qk_head_dim, config.qk_pos_emb_head_dim, config.v_head_dim) == (128, 64, 128)
     assert (config.rope_type, config.rotary_scaling_factor, config.beta_fast) == ("yarn", 40, 32)
     assert config.original_max_position_embeddings == 4096
-    # Hidden states need not divide by heads.
+    # The hidden size need not be divisible by the number of heads.
     assert config.kv_channels == 192
     with pytest.raises(ValueError, match="MLATransformerConfig.q_lora_rank is 0: must be at least 1"):
         MLATransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=4, q_lora_rank=0)
@@ -74,14 +74,14 @@ def test_scores_depend_on_distances_alone_and_only_through_the_rotating_channels
     assert model.rotary_pos_emb is not None
     table = model.rotary_pos_emb(16)
     assert table.interleaved and table.cos.shape == (16, 2)
-    # One token at every place.
+    # The same token at every position.
     hidden = torch.randn(1, 1, 32, dtype=torch.float64).expand(16, 1, 32)
     query, key, value = attention._projected(hidden, table)
     scores = torch.einsum("snd,tnd->nst", query[:, 0], key[:, 0])
     torch.testing.assert_close(scores[:, :-1, :-1], scores[:, 1:, 1:])
     assert (scores[:, 0, 0] - scores[:, 0, 5]).abs().max() > 1e-3
     torch.testing.assert_close(query[..., :6], query[:1, ..., :6].expand(16, 1, 4, 6))
-    # All heads have the same rotated end of their keys.
+    # All heads share the rotated channels of their keys.
     torch.testing.assert_close(key[..., 6:], key[:, :, :1, 6:].expand(16, 1, 4, 4))
     assert value.shape == (16, 1, 4, 7) and value.is_contiguous()
 

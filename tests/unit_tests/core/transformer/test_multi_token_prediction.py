@@ -1,4 +1,4 @@
-"""Layers that predict tokens further ahead: their losses beside formulas written out; layouts in test_mtp_parity."""
+"""Losses of multi-token prediction compared with explicit formulas. test_mtp_parity tests layouts."""
 
 import copy
 from typing import Any
@@ -27,7 +27,7 @@ def build(depths: int = 2, **fields: Any) -> GPTModel:
 
 
 def losses_written_out(model: GPTModel) -> tuple[Tensor, list[Tensor]]:
-    """The loss of the next token, [2, S], and those of depths 1, 2, ..., each [2, S - depth]."""
+    """Returns the next-token loss [2, S], and the losses of depths 1, 2, ..., each [2, S - depth]."""
     tokens, positions, labels = small_batch()
     assert model.embedding is not None and model.mtp is not None and model.rotary_pos_emb is not None
     rotary, weight = model.rotary_pos_emb(SEQ), model.shared_embedding_or_output_weight()
@@ -106,7 +106,7 @@ def test_documents_that_are_packed_learn_as_each_alone() -> None:
     packed = PackedSeqParams(cu_seqlens_q=torch.tensor(borders, dtype=torch.int32))
     inside = [(row, slice(start, end)) for row, start, end in ((0, 0, 5), (0, 5, SEQ), (1, 0, 9), (1, 9, SEQ))]
     places = torch.cat([torch.arange(end - start) for start, end in zip(borders, borders[1:])]).view(2, SEQ)
-    # Positions that turn by their distance alone: rotary tables need not start anew.
+    # Rotary embeddings depend only on distances, so positions need not restart in each document.
     model(tokens, places, None, labels=labels, packed_seq_params=packed)
     for row, where in inside:
         document = [t[row : row + 1, where] for t in (tokens, positions, labels)]

@@ -1,4 +1,4 @@
-"""attention_output_gate: rows, stored tensors and values against plain torch, and what refuses it."""
+"""attention_output_gate: rows, stored tensors and values compared with plain torch, and incompatible settings."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ def attention_of(model: GPTModel) -> SelfAttention:
 
 
 def plain(x: Tensor, qkv: Tensor, proj: Tensor) -> Tensor:
-    """Gated causal attention without rotation; x: [S, B, H]; 2 groups of 2 query heads of 8 channels."""
+    """Computes gated causal attention without rotation. x: [S, B, H]; 2 groups of 2 query heads with 8 channels."""
     rows = qkv.view(2, 2 + 2 + 1 + 1, 8, -1)  # per group: queries, gates, a key, a value
     query, gate, key, value = (part.flatten(0, 2) for part in rows.split([2, 2, 1, 1], dim=1))
     q, k, v = (F.linear(x, w).unflatten(-1, (-1, 8)).permute(1, 2, 0, 3) for w in (query, key, value))

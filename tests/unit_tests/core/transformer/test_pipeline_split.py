@@ -1,4 +1,4 @@
-"""Numbers of layers of each pipeline part, and errors for settings that do not add up to all layers."""
+"""Numbers of layers in each pipeline part, and errors for settings that do not add up to all layers."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ from megatron.core.transformer.pipeline_split import (
 
 def config_of(stages: int, chunks: int | None = None, **fields: Any) -> ModelParallelConfig:
     config = ModelParallelConfig(**fields)
-    # Set after the checks: which sizes are available is not this test's matter.
+    # Set after validation, because this test does not depend on the available parallel sizes.
     config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size = stages, chunks
     return config
 

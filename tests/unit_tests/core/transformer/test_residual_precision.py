@@ -1,4 +1,4 @@
-"""fp32_residual_connection: half-precision layers around a residual stream in fp32, against plain torch."""
+"""fp32_residual_connection: half-precision layers with an fp32 residual stream, compared with plain torch."""
 
 from typing import Any
 
@@ -44,7 +44,7 @@ def stream_of(model: GPTModel) -> list[Tensor]:
 
 
 def plain_stream(model: GPTModel, *, stream: torch.dtype) -> list[Tensor]:
-    """The same in plain torch: bf16 layers, a stream of that dtype. No rotation: the model's must have none."""
+    """Computes stream_of in plain torch, with bf16 layers. The model must not use rotation. stream: its dtype."""
     config, half = model.config, torch.bfloat16
     weights = {name: value.detach() for name, value in model.named_parameters()}
     tokens, positions, _ = small_batch()
@@ -75,7 +75,7 @@ def plain_stream(model: GPTModel, *, stream: torch.dtype) -> list[Tensor]:
 def test_the_stream_is_that_of_plain_torch_in_fp32(kind: str) -> None:
     model = small_model(small_config(**KINDS[kind], **FP32_STREAM), position_embedding_type="learned_absolute")
     Float16Module(model.config, model)
-    # Beside such embeddings bf16 drops most of what a layer adds.
+    # With such large embeddings, a bf16 stream loses most of each layer's contribution.
     model.embedding.word_embeddings.weight.data.mul_(100)
     stream, plain, rounded = stream_of(model), *(plain_stream(model, stream=d) for d in (torch.float32, torch.bfloat16))
     assert {one.dtype for one in stream} == {torch.float32}

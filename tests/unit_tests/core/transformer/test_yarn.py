@@ -1,4 +1,4 @@
-"""YaRN's frequencies and lengths: those of the transformers library, closed forms, refused settings."""
+"""YaRN's frequencies and attention factors compared with transformers and closed forms, and invalid settings."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from megatron.core.transformer.rope import RotaryEmbedding, yarn_frequencies, ya
 from megatron.core.transformer.yarn_config import YarnConfig, resolve_yarn
 from tests.unit_tests.core.models.small_models import small_config, small_model
 
-# width of what is rotated, base, the hub's rope settings
+# rotated width, base, rope settings on the Hub
 PUBLISHED: dict[str, tuple[int, float, dict[str, Any]]] = {
     "deepseek-v3": (64, 1e4, {"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}),
     "deepseek-v2-lite": (64, 1e4, {"factor": 40.0, "mscale": 0.707, "mscale_all_dim": 0.707}),
@@ -49,7 +49,7 @@ def test_frequencies_and_scale_are_those_of_transformers(name: str) -> None:
     found = yarn_frequencies(plain(width, base), base=base, config=config)
     torch.testing.assert_close(found, theirs.double(), rtol=2e-6, atol=0)
     assert yarn_table_scale(config) == pytest.approx(attention_factor)
-    # What a model multiplies is what these two say.
+    # The model's rotary tables use these two values.
     rotary = RotaryEmbedding(width, 8, rotary_base=base, yarn=config, dtype=torch.float64)
     angles = torch.outer(torch.arange(8, dtype=torch.float64), found)
     torch.testing.assert_close(rotary.cos, angles.cos() * attention_factor)
@@ -62,7 +62,7 @@ def test_fast_channels_stay_slow_ones_are_divided_and_the_share_between_falls_li
     config = yarn(rotary_scaling_factor=40.0, yarn_correction_range_round_to_int=rounds)
     found = yarn_frequencies(before, base=1e4, config=config)
     turns = before * 4096 / (2 * math.pi)
-    # A rounded range is wider by less than one channel on either side.
+    # Rounding widens the range by less than one channel on either side.
     margin = 1e4 ** (2 / 64) if rounds else 1.0
     assert torch.equal(found[turns >= 32 * margin], before[turns >= 32 * margin])
     torch.testing.assert_close(found[turns <= 1 / margin], before[turns <= 1 / margin] / 40, rtol=1e-12, atol=0)

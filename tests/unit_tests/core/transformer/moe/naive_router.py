@@ -1,4 +1,4 @@
-"""Routing written down token by token, for comparison with the router; imports torch only."""
+"""Routing computed token by token, for comparison with the router. Imports only torch."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -6,18 +6,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Choice = tuple[list[Tensor], list[int]]  # the weights of a token's experts and their numbers
+Choice = tuple[list[Tensor], list[int]]  # the weights and the indices of a token's experts
 
 
 def scores_of(logits: Tensor, kind: str) -> Tensor:
-    """One token's scores; logits: [E], fp64."""
+    """Returns one token's scores. logits: [E], fp64."""
     if kind == "softmax":
         return logits.exp() / logits.exp().sum()
     return 1 / (1 + (-logits).exp()) if kind == "sigmoid" else (1 + logits.exp()).log().sqrt()
 
 
 def route_token(logits: Tensor, config: Any, bias: Tensor | None) -> Choice:
-    """One token; logits: [E], fp64; bias: [E]."""
+    """Routes one token. logits: [E], fp64; bias: [E]."""
     kind, topk = config.moe_router_score_function, config.moe_router_topk
     late_softmax = kind == "softmax" and not config.moe_router_pre_softmax
     scores = logits if late_softmax else scores_of(logits, kind)
@@ -37,7 +37,7 @@ def route_token(logits: Tensor, config: Any, bias: Tensor | None) -> Choice:
 
 
 def route_sinkhorn(logits: Tensor, topk: int) -> list[Choice]:
-    """All tokens of a micro-batch, as long as it takes; logits: [T, E], fp64."""
+    """Routes all tokens of a microbatch, with Sinkhorn iterations until convergence. logits: [T, E], fp64."""
     cost, columns, error = logits.detach().exp(), torch.ones(logits.shape[1], dtype=torch.float64), 1.0
     while error > 1e-4:
         rows = 1 / (cost * columns).sum(1) / len(cost)
@@ -49,12 +49,12 @@ def route_sinkhorn(logits: Tensor, topk: int) -> list[Choice]:
 
 
 def best(rank: Sequence[float], topk: int, experts: Sequence[int]) -> list[int]:
-    """The `topk` experts of highest rank."""
+    """Returns the `topk` experts with the highest rank."""
     return sorted(experts, key=lambda expert: -rank[expert])[:topk]
 
 
 def shares(logits: Tensor, config: Any) -> tuple[list[Tensor], list[int]]:
-    """What balancing losses see of some tokens: each one's scores that sum to one, and how often experts were best."""
+    """Returns the inputs of balancing losses: each token's normalized scores, and how often each expert was chosen."""
     probs = [scores_of(row, config.moe_router_score_function) for row in logits]
     probs = [row / row.sum() for row in probs]
     counts = [0] * logits.shape[1]
@@ -65,6 +65,6 @@ def shares(logits: Tensor, config: Any) -> tuple[list[Tensor], list[int]]:
 
 
 def balancing_loss(probs: list[Tensor], counts: Sequence[float], config: Any) -> Tensor:
-    """E x sum of (share of the choices) x (mean probability), without coefficient."""
+    """Returns E x sum of (share of the choices) x (mean probability), without coefficient."""
     share = torch.tensor(counts, dtype=torch.float64) / sum(counts)
     return len(counts) * (share * sum(probs) / len(probs)).sum()

@@ -1,4 +1,4 @@
-"""Small layers of experts: their weights as a checkpoint has them, routing that is bent. Holds no tests."""
+"""Small expert layers, their weights in checkpoint format, and skewed routing. Contains no tests."""
 
 from typing import Any
 
@@ -22,18 +22,18 @@ GPT_OSS: dict[str, Any] = {
 
 
 def moe_layer(*, grouped: bool, **fields: Any) -> MoELayer:
-    """A layer of four experts with random weights from torch's generator."""
+    """Builds a layer of four experts with random weights."""
     config = small_config(num_moe_experts=EXPERTS, moe_grouped_gemm=grouped, **{**LLAMA_LIKE, **fields})
     return build_module(get_mlp_module_spec(False, EXPERTS, grouped), config=config)
 
 
 def window_of(piece: LogicalPiece) -> tuple[slice, ...]:
-    """The window of the stored tensor that a piece of a parameter holds."""
+    """Returns the slices of the stored tensor that a piece of a parameter contains."""
     return tuple(slice(start, start + size) for start, size in zip(piece.global_offset, piece.shape, strict=True))
 
 
 def stacked_over_experts(layer: MoELayer, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors by parameters' names, of any shapes, as a checkpoint has them: stacked over the experts."""
+    """Returns tensors of any shapes in checkpoint format, stacked over the experts. tensors: by parameter name."""
     wholes: dict[str, Tensor] = {}
     for name, pieces in model_logical_pieces(layer).items():
         for piece in pieces if name in tensors else ():
@@ -43,13 +43,13 @@ def stacked_over_experts(layer: MoELayer, tensors: dict[str, Tensor]) -> dict[st
 
 
 def expert_matrices(layer: MoELayer) -> dict[str, Tensor]:
-    """The stacked matrices as a checkpoint names them, fp64: [E, F, H] and [E, H, F]."""
+    """Returns the stacked matrices under their checkpoint names, fp64: [E, F, H] and [E, H, F]."""
     exact = {name: parameter.detach().double() for name, parameter in layer.named_parameters()}
     return {key.removeprefix("experts."): value for key, value in stacked_over_experts(layer, exact).items()}
 
 
 def copy_weights(source: MoELayer, target: MoELayer) -> None:
-    """Copies all weights between layers whose parameters are laid out differently, those of adapters too."""
+    """Copies all weights, including adapters, between layers with different parameter layouts."""
     wholes = stacked_over_experts(source, {name: param.detach() for name, param in source.named_parameters()})
     parameters = dict(target.named_parameters())
     for name, pieces in model_logical_pieces(target).items():
@@ -58,7 +58,7 @@ def copy_weights(source: MoELayer, target: MoELayer) -> None:
 
 
 def lopsided(layer: MoELayer, routing: str) -> None:
-    """Bends the router's weights: `one` makes expert 2 every token's first choice, `starved` leaves expert 0 none."""
+    """Skews the router's weights: with `one` all tokens choose expert 2 first, with `starved` none chooses expert 0."""
     with torch.no_grad():
         if routing == "one":
             layer.router.weight[2] = 50 * layer.router.weight[2].abs()

@@ -1,4 +1,4 @@
-"""Experts with limited room and the shared expert, against loops over tokens in fp64."""
+"""Experts with limited capacity and the shared expert, compared with fp64 loops over tokens."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ LOOSE = {"atol": 1e-4, "rtol": 1e-4}
 
 
 def naive_kept(weights: Tensor, indices: Tensor, *, capacity: int, policy: str) -> Tensor:
-    """Each expert in turn: its slots by weight or by place, and the first `capacity` of them."""
+    """Returns the kept slots: each expert's first `capacity` slots, sorted by weight or by position."""
     kept = torch.zeros_like(indices, dtype=torch.bool)
     for expert in indices.unique().tolist():
         slots = [(t, k) for t in range(indices.shape[0]) for k in range(indices.shape[1]) if indices[t, k] == expert]
@@ -38,7 +38,7 @@ def naive_kept(weights: Tensor, indices: Tensor, *, capacity: int, policy: str) 
 
 
 def random_routing(generator: torch.Generator) -> tuple[Tensor, Tensor, int]:
-    """Weights and indices [T, K], and E; few distinct weights, so that ties happen."""
+    """Returns weights and indices [T, K], and E. Weights have few distinct values, so that ties occur."""
     tokens, experts = (int(torch.randint(1, high, (), generator=generator)) for high in (13, 9))
     topk = int(torch.randint(1, experts + 1, (), generator=generator))
     indices = torch.rand(tokens, experts, generator=generator).topk(topk).indices
@@ -53,7 +53,7 @@ def test_rows_agree_with_a_loop_on_random_routings(policy: str, padded: bool) ->
         weights, indices, experts = random_routing(generator)
         factor = float(torch.rand((), generator=generator)) * 2 + 0.05 if number else float(experts)
         config = CapacityConfig(
-            # Room for all, be it more than there are numbers for.
+            # Capacity for all tokens, even if the factor exceeds every integer type.
             moe_expert_capacity_factor=factor if number else 1e308,
             moe_token_drop_policy=policy,
             moe_pad_expert_input_to_capacity=padded,
@@ -64,7 +64,7 @@ def test_rows_agree_with_a_loop_on_random_routings(policy: str, padded: bool) ->
         assert torch.equal(permutation.kept, kept)
         used = torch.bincount(indices[kept], minlength=experts)
         assert torch.equal(counts, torch.full_like(used, capacity) if padded else used)
-        # Through the rows and back: each token once per kept slot, weighted.
+        # A round trip through the rows returns each token once per kept slot, weighted.
         tokens = torch.randn(len(indices), 3, dtype=torch.float64, generator=generator).requires_grad_()
         probs = weights.clone().requires_grad_()
         rows, scale = permute_tokens(tokens, permutation), permute_probs(probs, permutation)
@@ -109,7 +109,7 @@ def test_padded_rows_need_no_value_on_the_host() -> None:
 
 
 def qwen_block(shared_width: int) -> Qwen2MoeSparseMoeBlock:
-    """Hugging Face's layer with a gated shared expert and weights that sum to one, in fp32."""
+    """Builds Hugging Face's layer with a gated shared expert and normalized routing weights, in fp32."""
     config = Qwen2MoeConfig(
         hidden_size=32,
         num_experts=4,
@@ -125,7 +125,7 @@ def qwen_block(shared_width: int) -> Qwen2MoeSparseMoeBlock:
 
 
 def load_qwen(layer: MoELayer, state: dict[str, Tensor]) -> None:
-    """Copies Hugging Face's weights into a layer of grouped experts, by our names."""
+    """Copies Hugging Face's weights into a layer of grouped experts."""
     shared = layer.shared_experts
     gate, up, down = (state[f"shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down"))
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The gradient of both softmaxes of a router: against autograd bit for bit, and the kernel against the CPU."""
+"""Gradient of both router softmaxes: bit-identical to autograd, and the kernel is bit-identical to the CPU operator."""
 
 from collections.abc import Callable
 from functools import partial
@@ -11,7 +11,7 @@ from torch import Tensor
 from megatron.core.transformer import moe
 from megatron.core.transformer.moe import router
 
-# Tokens, experts, choices.
+# Numbers of tokens, experts and choices.
 SIZES = [(0, 4, 2), (1, 1, 1), (13, 6, 2), (70, 33, 8), (5, 512, 8)]
 
 

@@ -1,4 +1,4 @@
-"""Adapters of grouped experts compute what those of sequential experts do, and are stored under the same names."""
+"""Adapters of grouped experts agree with those of sequential experts, and are stored under the same names."""
 
 from typing import Any
 
@@ -26,7 +26,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def adapted_layer(*, grouped: bool, targets: list[str], **fields: Any) -> MoELayer:
-    """Its adapters alone are trained, and add something."""
+    """Builds a layer of which only the adapters are trained. Adapters have nonzero effect."""
     adapters = {"lora_rank": 4, "lora_alpha": 6.0, "lora_target_modules": targets}
     experts = {"num_moe_experts": EXPERTS, "moe_grouped_gemm": grouped}
     config = small_config(**{**LLAMA_LIKE, **experts, **adapters, **fields})
@@ -61,7 +61,7 @@ def test_values_and_gradients_are_those_of_sequential_experts(
         assert x.grad is not None
         found.append({"output": output.detach(), "x": x.grad, **stacked_over_experts(layer, gradients(layer))})
     assert found[0].keys() == found[1].keys()
-    # Of fc1 gate and up apart.
+    # fc1 stores gate and up separately.
     assert len(found[0]) == 2 + 3 * ("linear_fc1" in targets) + 2 * ("linear_fc2" in targets)
     tolerance = 1e-10 if dtype == torch.float64 else 5e-5
     for key, expected in found[0].items():

@@ -1,4 +1,4 @@
-"""Which kernel multiplies the rows of experts, and where gradients of their weights go on a GPU."""
+"""Selection of the grouped GEMM kernel for expert rows, and accumulation of weight gradients on a GPU."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ WIDTHS = (2048, 768)
         (torch.bfloat16, HOPPER, WIDTHS, False, ProductKernel.TORCH),
         (torch.bfloat16, (10, 0), WIDTHS, False, ProductKernel.TORCH),
         (torch.bfloat16, HOPPER, WIDTHS, True, ProductKernel.STASH),
-        (torch.bfloat16, HOPPER, (2048, 770), False, ProductKernel.STASH),  # strides that torch's kernel refuses
+        (torch.bfloat16, HOPPER, (2048, 770), False, ProductKernel.STASH),  # strides that torch's kernel rejects
         (torch.bfloat16, AMPERE, WIDTHS, False, ProductKernel.STASH),
         (torch.float16, HOPPER, WIDTHS, False, ProductKernel.STASH),
         (torch.float32, HOPPER, WIDTHS, False, ProductKernel.STASH),

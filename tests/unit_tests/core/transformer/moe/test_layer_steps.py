@@ -1,4 +1,4 @@
-"""The steps of a layer, of a router and of a dispatcher, called one by one as plug-ins for Megatron call them."""
+"""Steps of a layer, a router and a dispatcher, called one by one as in Megatron plug-ins."""
 
 import copy
 from typing import Any
@@ -75,9 +75,9 @@ def test_the_steps_of_a_layer_are_its_forward(kind: str, with_tables: bool) -> N
         output.square().sum().backward()
         found.append([output, hidden.grad, *(param.grad.clone() for param in layer.parameters())])
     for one, other in zip(*found, strict=True):
-        # Tables hold a token's experts by index, so that its rows are summed in another order.
+        # Tables order a token's experts by index, so its rows are summed in a different order.
         torch.testing.assert_close(one, other)
-    # In a copy, the shared expert that its dispatcher runs is the copy's own.
+    # The dispatcher of a copied layer runs the copy's shared expert.
     assert torch.equal(copy.deepcopy(layer)(hidden_states())[0], layer(hidden_states())[0])
 
 
@@ -136,7 +136,7 @@ def test_a_dispatcher_runs_a_shared_expert_while_rows_are_sent() -> None:
 
 
 class ExpertChoiceRouter(nn.Module):
-    """A router of a plug-in: it returns tables, and its experts choose tokens."""
+    """A plug-in's router whose experts choose tokens and which returns tables."""
 
     def __init__(self, config: Any, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
         super().__init__()
@@ -180,7 +180,7 @@ def test_a_router_of_a_plug_in_returns_tables(kind: str) -> None:
 
 
 class TableRouter(TopKRouter):
-    """A subclass that drops tokens itself and returns tables."""
+    """A router subclass that drops tokens itself and returns tables."""
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
         probs, routing_map = super().routing(logits, padding_mask)

@@ -1,4 +1,4 @@
-"""Losses of all layers under Megatron's names, as scripts read and log them."""
+"""Losses of all layers under Megatron's names, as read and logged by scripts."""
 
 import gc
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""The expert layer against a naive loop over tokens in fp64, for every implementation and for lopsided routing."""
+"""The expert layer compared with an fp64 loop over tokens, for every implementation and for skewed routing."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ TOKENS = 12
 
 
 def naive_moe(layer: MoELayer, x: Tensor, matrices: dict[str, Tensor]) -> Tensor:
-    """One token and one expert at a time; x: [T, H], fp64 -> [T, H]."""
+    """Computes the layer one token and one expert at a time. x: [T, H], fp64 -> [T, H]."""
     zeros, config = torch.zeros(()).double(), layer.config
     logits = x @ matrices["router.weight"].t() + matrices.get("router.bias", zeros)
     gate, up, down = (
@@ -64,7 +64,7 @@ def test_layer_agrees_with_a_loop_over_tokens(dtype: torch.dtype, kind: str, top
         if "bias" in name:
             torch.nn.init.normal_(parameter, std=0.5)
     lopsided(layer, routing)
-    # Positive inputs, so that the bent rows decide for every token.
+    # Positive inputs, so that the skewed router rows decide for every token.
     x = torch.rand(TOKENS // 2, 2, 32, dtype=torch.float64).to(dtype).requires_grad_()
     exact = x.detach().double().requires_grad_()
     matrices = {name: value.requires_grad_() for name, value in expert_matrices(layer).items()}
@@ -79,7 +79,7 @@ def test_layer_agrees_with_a_loop_over_tokens(dtype: torch.dtype, kind: str, top
     torch.testing.assert_close(x.grad.double(), exact.grad, **tolerance)
     for parameter in layer.parameters():
         assert parameter.grad is not None
-        parameter.data.copy_(parameter.grad)  # so that the pieces below are those of the gradients
+        parameter.data.copy_(parameter.grad)  # so that expert_matrices below returns gradients
     for name, grads in expert_matrices(layer).items():
         torch.testing.assert_close(grads, matrices[name].grad, **tolerance)
 
@@ -158,9 +158,9 @@ def test_frozen_experts_and_inputs_without_gradient_work(grouped: bool) -> None:
     ],
 )
 def test_grouped_layer_reads_nothing_on_the_host(fields: dict[str, Any]) -> None:
-    """Tensors without values cannot be read: a host read or a shape that depends on values raises."""
+    """Fake tensors have no values, so a host read or a shape that depends on values would raise."""
     with FakeTensorMode():
-        # bf16: torch's fake grouped product knows no other dtype (2.13).
+        # bf16 is the only dtype that torch 2.13 supports in grouped GEMMs of fake tensors.
         x = torch.randn(3, 2, 32, dtype=torch.bfloat16, requires_grad=True)
         layer = moe_layer(grouped=True, params_dtype=torch.bfloat16, **fields)
         layer(x)[0].sum().backward()

@@ -1,4 +1,4 @@
-"""Functions under Megatron's names, each against plain torch over the tokens one by one."""
+"""Functions with Megatron's names, each compared with plain torch computed token by token."""
 
 from typing import Any
 
@@ -66,7 +66,7 @@ def test_topk_routing_records_and_replays(logits: Tensor) -> None:
 def test_group_limited_topk_chooses_within_the_best_groups(logits: Tensor) -> None:
     values, indices = moe_utils.group_limited_topk(logits, TOPK, TOKENS, EXPERTS, num_groups=4, group_topk=2)
     for token, scores in enumerate(logits):
-        groups = scores.view(4, 2).max(dim=1).values.topk(2).indices.tolist()  # K // M is 1: the best of a group
+        groups = scores.view(4, 2).max(dim=1).values.topk(2).indices.tolist()  # K // M is 1: ranked by the best expert
         allowed = [expert for expert in range(EXPERTS) if expert // 2 in groups]
         best = sorted(allowed, key=lambda expert: -scores[expert])[:TOPK]
         assert indices[token].tolist() == best and torch.equal(values[token], scores[best])
@@ -134,14 +134,14 @@ def test_a_padded_map_adds_the_first_free_tokens(logits: Tensor, dtype: torch.dt
 
 def test_quantile_balancing_finds_thresholds_with_equal_loads() -> None:
     scores = torch.rand(64, EXPERTS, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    scores[:, 0] += 0.5  # an expert that all would choose
+    scores[:, 0] += 0.5  # all tokens would choose this expert
     beta = torch.zeros(EXPERTS, dtype=torch.float64)
     alpha, kept = moe_utils.qb_dual_update(scores, TOPK, beta, update_beta=False)
     assert kept is beta and ((scores > alpha.unsqueeze(1)).sum(1) == TOPK).all()
     for _ in range(20):
         alpha, beta = moe_utils.qb_dual_update(scores, TOPK, beta)
         left = scores - alpha.unsqueeze(1)
-        # Tokens whose threshold comes from the same expert are ties.
+        # Tokens whose thresholds come from the same expert are tied.
         assert ((left > beta).sum(0) <= 64 * TOPK // EXPERTS).all() and ((left >= beta).sum(0) > 16).all()
     before = scores.topk(TOPK).indices.flatten().bincount(minlength=EXPERTS)
     after = (scores - beta).topk(TOPK).indices.flatten().bincount(minlength=EXPERTS)

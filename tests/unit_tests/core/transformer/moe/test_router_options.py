@@ -1,4 +1,4 @@
-"""Every router option against routing token by token in fp64: weights, choice, losses and gradients."""
+"""Every router option compared with fp64 routing token by token: weights, choices, losses and gradients."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from tests.unit_tests.core.transformer.moe import naive_router as naive
 
 INPUTS, INPUTS_PER_SHAPE = long_count(200, soak=1000), long_count(10, soak=50)
 LOSSES = ("aux_loss", "seq_aux_loss", "global_aux_loss")
-# Experts, top-k, groups, groups of a token, scaling: 20 shapes.
+# Experts, top-k, groups, groups per token and scaling factor: 20 shapes.
 SHAPES = [
     (experts, topk, groups, group_topk, factor)
     for experts, topk in ((4, 1), (6, 2), (8, 4), (12, 3))
@@ -47,7 +47,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def router_of(experts: int, **fields: Any) -> TopKRouter:
-    """A router in fp64."""
+    """Builds a router in fp64."""
     return TopKRouter(
         small_config(**{**LLAMA_LIKE, "num_moe_experts": experts, "params_dtype": torch.float64, **fields})
     )
@@ -78,7 +78,7 @@ def test_router_agrees_with_a_loop_over_tokens(kind: str) -> None:
             logits = torch.randn(1 + number % 3, 2, experts, dtype=torch.float64, generator=generator).requires_grad_()
             routing = router.routing(logits)
             weights, indices = routing.weights, routing.indices
-            # Graphs of single numbers are slow.
+            # Autograd over scalars is slow.
             with torch.set_grad_enabled(index % 5 == 0):
                 _assert_same(router, logits, (weights, indices), seen)
 
@@ -130,7 +130,7 @@ def test_sinkhorn_agrees_with_a_loop_over_tokens(topk: int) -> None:
     torch.testing.assert_close(loads, torch.full((4,), 0.25, dtype=torch.float64), atol=1e-3, rtol=0)
     router.eval()
     assert torch.equal(router.routing(logits).indices, logits.topk(topk).indices)
-    # Peaked far beyond what exp can hold, and still shared.
+    # exp would overflow for these logits, but the result must remain finite.
     assert torch.isfinite(sinkhorn(torch.tensor([[900.0, 0.0], [901.0, -900.0]]))).all()
 
 
@@ -193,7 +193,7 @@ def test_forced_balance_loads_experts_alike_and_draws_nothing() -> None:
 PRE_SOFTMAX: dict[str, Any] = {"moe_router_pre_softmax": True}
 SIGMOID: dict[str, Any] = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
 GROUPS: dict[str, Any] = {"moe_router_num_groups": 4, "moe_router_group_topk": 2}
-# Module and configuration of the other library, its settings, our fields.
+# The other library's module and configuration class, its settings, and our fields.
 ROUTERS: dict[str, tuple[Any, Any, dict[str, Any], dict[str, Any]]] = {
     "mixtral": (MixtralTopKRouter, MixtralConfig, {}, {}),
     "gpt-oss": (GptOssTopKRouter, GptOssConfig, {}, {"add_bias_linear": True}),

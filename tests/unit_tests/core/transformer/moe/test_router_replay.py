@@ -1,4 +1,4 @@
-"""Choices of routers are recorded and forced, in forward and in recomputed layers."""
+"""Router choices are recorded and replayed, in forward and in recomputed layers."""
 
 import copy
 import gc
@@ -75,7 +75,7 @@ def test_recomputed_layers_choose_what_their_forward_chose() -> None:
             router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
         loss = loss_of(chosen)
         for router in routers(chosen):
-            # Another microbatch's targets, which backward must not use.
+            # Targets of a different microbatch, which backward must not use.
             router.router_replay.set_target_indices(torch.zeros(1, 2, dtype=torch.int64))
             router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
         loss.backward()

@@ -1,4 +1,4 @@
-"""Routing, permutation and auxiliary losses: index maps, formulas, gradients that reach the router, records."""
+"""Routing, permutation and auxiliary losses: index maps, formulas, router gradients and recorded losses."""
 
 import pytest
 import torch
@@ -65,7 +65,7 @@ def test_half_precision_rows_are_summed_in_fp32(dtype: torch.dtype) -> None:
     rows = torch.randn(200, 16).to(dtype)
     expected = rows.double()[permutation.row_of_slot].sum(dim=1)
     found = unpermute_tokens(rows, permutation)
-    # Ties may round either way; sums in half precision would miss every third value.
+    # Ties may round either way. Half-precision sums would be wrong for every third value.
     assert (found == expected.to(dtype)).double().mean() > 0.9
     torch.testing.assert_close(found.double(), expected, atol=0.0, rtol=torch.finfo(dtype).eps)
 
@@ -96,7 +96,7 @@ def test_auxiliary_gradients_are_those_of_the_summed_loss_times_the_scale() -> N
     with_losses = small_config(**fields, moe_aux_loss_coeff=0.05, moe_z_loss_coeff=0.02)
     plain, model = small_model(small_config(**fields)), small_model(with_losses)
     main = loss_of(model)
-    model.aux_losses.set_backward_scale(torch.tensor([3.0]))  # after forward, as the schedule may
+    model.aux_losses.set_backward_scale(torch.tensor([3.0]))  # schedules may set it after forward
     main.backward()
     recorded: list[torch.Tensor] = []
     for layer in plain.decoder.layers:
@@ -139,7 +139,7 @@ def test_per_token_loss_multiplies_auxiliary_losses_by_the_tokens() -> None:
 
 
 def totals_of(recorder: AuxLossRecorder) -> dict[str, list[float]]:
-    """Sum and count of the losses that were recorded."""
+    """Returns the sum and count of each recorded loss."""
     return {name: total.tolist() for name, total in recorder.take_totals().items() if total[1] > 0}
 
 

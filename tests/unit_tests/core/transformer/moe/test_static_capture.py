@@ -1,4 +1,4 @@
-"""Layers with experts in buffers of a fixed size can be part of a CUDA graph; those that count tokens cannot."""
+"""Expert layers with fixed-size buffers can be captured in a CUDA graph; layers that read token counts cannot."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -26,7 +26,7 @@ GPT_OSS = {
 
 
 def checked_twice(model: torch.nn.Module, loss: Callable[[], Tensor]) -> None:
-    """Once to warm up; gradients have memory from before."""
+    """Runs a warm-up step, and then a step that must be capturable. Gradients are allocated before both."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     loss().backward()
@@ -42,7 +42,7 @@ def checked_twice(model: torch.nn.Module, loss: Callable[[], Tensor]) -> None:
 def test_a_static_layer_and_its_model_are_capturable_on_real_and_on_fake_tensors(
     is_fake: bool, fields: dict[str, Any]
 ) -> None:
-    # Torch knows the shapes of grouped products of fake tensors in bf16 alone.
+    # Torch supports grouped GEMMs of fake tensors only in bf16.
     dtype = {"params_dtype": torch.bfloat16, "perform_initialization": False}
     with FakeTensorMode() if is_fake else nullcontext():
         model = small_model(small_config(**{**EXPERTS, **STATIC, **dtype, **fields}))

@@ -1,4 +1,4 @@
-"""Rows in static buffers: orders against loops over slots, movements and their gradients, both kinds of kernels."""
+"""Rows in static buffers: orders compared with loops over slots, row movements and their gradients, CPU and Triton."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -21,13 +21,13 @@ from megatron.core.transformer.moe.static_rows import (
 )
 
 TOKENS, CHOICES, EXPERTS = 13, 3, 4
-# Rows that are live, and rows of the buffer.
+# Numbers of live rows and of buffer rows.
 SIZES = [(0, 8), (21, 21), (21, 64)]
 
 
 @st.composite
 def routings(draw: st.DrawFn) -> tuple[Tensor, int]:
-    """[T, K] indices of which some are of other ranks' experts, and the number of experts."""
+    """Draws [T, K] indices, some of which refer to experts of other ranks, and the number of experts."""
     experts, choices = draw(st.integers(1, 6)), draw(st.integers(1, 3))
     index = st.lists(st.integers(-2, experts + 2), min_size=choices, max_size=choices)
     chosen = draw(st.lists(index, max_size=20))
@@ -81,13 +81,13 @@ def assert_inverse(slot_of_row: Tensor, row_of_slot: Tensor) -> None:
 
 @pytest.fixture(params=["cpu", "triton"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[ModuleType]:
-    """Both operators' functions: those of the CPU, and the Triton kernels on CPU tensors."""
+    """Yields the operators' CPU functions, or their Triton kernels on CPU tensors."""
     is_cpu = request.param == "cpu"
     yield static_rows if is_cpu else request.getfixturevalue("interpreted")("triton_rows", of=moe.__name__)
 
 
-# Tokens, choices, first expert, experts, parts, rows of a part, alignment: nothing, one expert, parts that drop rows,
-# alignment, several programs with a last run that is shorter, more programs than slots of a tile, and many experts.
+# Tokens, choices, first expert, experts, parts, rows per part, alignment. Cases: empty, one expert, parts that drop
+# rows, alignment, several programs with a shorter last run, more programs than slots per tile, and many experts.
 ORDERS = [
     (0, 2, 0, 4, 1, 8, 1),
     (0, 2, 0, 4, 2, 0, 1),
@@ -111,7 +111,7 @@ def test_kernels_order_slots_as_the_cpu_does(
 ) -> None:
     tokens, choices, first, experts, parts, rows, alignment = sizes
     generator = torch.Generator().manual_seed(tokens)
-    # Some experts are of other ranks, and some of this rank are chosen by many.
+    # Some experts belong to other ranks, and one expert of this rank is chosen by many tokens.
     indices = torch.randint(first - 1, first + experts + 2, (tokens, choices), generator=generator, dtype=dtype)
     indices[::3] = first
     options = {"first_expert": first, "num_experts": experts, "num_parts": parts, "rows_per_part": rows}

@@ -1,4 +1,4 @@
-"""One tensor copied into pages and back by given launchers, against slices of bytes; not a test by itself."""
+"""A round trip of one tensor through pages with given launchers, compared with slices of bytes. Contains no tests."""
 
 from types import ModuleType
 
@@ -12,7 +12,7 @@ POISON = 0xA5
 def copy_there_and_back(
     launchers: ModuleType, spec: TensorSpec, *, rows: int, layout: PoolLayout, offset: int = 0, device: str = "cpu"
 ) -> None:
-    """The tensor lies `offset` bytes into its memory and holds the last pages of both tiers, from the last on."""
+    """Copies a tensor into the last pages of both tiers and back. offset: bytes before the tensor in its memory."""
     pages = layout.pages_for(rows * spec.row_bytes)
     on_host = min(pages, layout.host_pages)
     ids = [layout.device_pages - 1 - index for index in range(pages - on_host)]
@@ -20,7 +20,7 @@ def copy_there_and_back(
     held = torch.tensor([[pages, rows, 0, on_host]], device=device)
     state = {"table": torch.tensor(ids, device=device), "held": held}
     numbers = {"layout": layout.encode(), "tensors": encode_tensors([PlacedTensor(spec, 0, 0)])}
-    # Made without being touched: most of it never becomes memory.
+    # Left uninitialized, so that most of it occupies no physical memory.
     device_pages = torch.empty(layout.device_pages * layout.page_bytes, dtype=torch.uint8, device=device)
     host_pages = torch.empty(layout.host_pages * layout.page_bytes, dtype=torch.uint8, pin_memory=device != "cpu")
     size = (spec.max_rows - 1) * spec.pitch_bytes + spec.row_bytes
@@ -30,7 +30,7 @@ def copy_there_and_back(
     torch.manual_seed(0)
     live = torch.randint(256, (rows, spec.row_bytes), dtype=torch.uint8, device=device)
     source[:rows] = live
-    # Of the bytes behind each row that belong to none, the first few are watched.
+    # Watches the first few bytes of the gap after each row, which must not change.
     gap = min(spec.pitch_bytes - spec.row_bytes, 8)
     between = memories[1].as_strided((spec.max_rows - 1, gap), strides, offset + spec.row_bytes)
     for watched in (target, between):

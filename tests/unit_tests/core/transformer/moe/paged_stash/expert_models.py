@@ -1,4 +1,4 @@
-"""A model of expert layers on static, padded buffers for tests of the stash, and its gradients. No tests."""
+"""A model of expert layers with static, padded buffers for tests of the stash, and its gradients. Contains no tests."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -26,19 +26,19 @@ Context = Callable[..., AbstractContextManager[Any]]
 
 
 def make_stash(device_pages: int = 600, host_pages: int = 0, **options: Any) -> PagedStash:
-    """On the CPU."""
+    """Creates a stash on the CPU."""
     return PagedStash(PagePool("cpu", PoolLayout(PAGE_BYTES, device_pages, host_pages)), **options)
 
 
 def is_empty_sync(stash: PagedStash) -> bool:
-    """Whether all pages are back, each of them once."""
+    """Returns whether every page has been returned exactly once."""
     stash.pool.check_integrity_sync()
     occupancy = stash.pool.occupancy_sync()
     return occupancy.device_held == occupancy.host_held == 0
 
 
 class Experts(nn.Module):
-    """SwiGLU experts over C rows, `live` of them live; the others hold NaN, which must never reach a live row."""
+    """SwiGLU experts over C rows, of which `live` are live. The others are NaN and must not affect a live row."""
 
     def __init__(self, live: int, *, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class Experts(nn.Module):
 
 
 class MarkedExperts(Experts):
-    """The same with functions that can be computed again, and marks that say how."""
+    """Experts with functions that can be recomputed, and marks that describe how."""
 
     def forward(self, x: Tensor, probs: Tensor, group: StashGroup | None = None) -> Tensor:
         """x: [C, H], probs: [C], one float dtype. Returns [C, H]."""
@@ -69,14 +69,14 @@ class MarkedExperts(Experts):
 
 
 class Layer(nn.Module):
-    """Experts inside a context, with NaN padding before them and the residual after."""
+    """Runs experts inside a context, with NaN padding before them and the residual after them."""
 
     def __init__(self, name: str, experts: Experts, context: Context | None) -> None:
         super().__init__()
         self.name, self.experts, self.context = name, experts, context or (lambda *_, **__: nullcontext())
 
     def forward(self, hidden: Tensor, probs: Tensor) -> Tensor:
-        """hidden: [C, H], probs: [C], one float dtype; the live rows count. Returns [C, H]."""
+        """hidden: [C, H], probs: [C], one float dtype; only live rows matter. Returns [C, H]."""
         live = self.experts.live
         x = F.pad(hidden[:live], (0, 0, 0, C - live), value=torch.nan)
         weights = F.pad(probs[:live], (0, C - live), value=torch.nan)
@@ -86,7 +86,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Layers after each other. around: what each of them runs in, such as a checkpoint."""
+    """A sequence of layers. around: wraps each layer's forward, for example in a checkpoint."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Model(nn.Module):
 
 
 def inputs(dtype: torch.dtype = torch.float32, seed: int = 7) -> tuple[Tensor, Tensor]:
-    """hidden: [C, H], probs: [C], that require grad."""
+    """Returns hidden [C, H] and probs [C], which require grad."""
     generator = torch.Generator().manual_seed(seed)
     hidden, probs = (torch.rand(*size, generator=generator).to(dtype) for size in ((C, HIDDEN), (C,)))
     return hidden.requires_grad_(), probs.requires_grad_()
@@ -123,7 +123,7 @@ def loss_of(output: Tensor) -> Tensor:
 
 
 def gradients(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[Tensor]:
-    """By input, probs and parameter, of those that have one; the model's gradients are cleared."""
+    """Returns the existing gradients of the inputs and parameters, and clears the model's gradients."""
     hidden, probs = inputs(dtype)
     loss_of(model(hidden, probs)).backward()
     found = [tensor.grad for tensor in (hidden, probs, *model.parameters()) if tensor.grad is not None]
@@ -132,7 +132,7 @@ def gradients(model: nn.Module, dtype: torch.dtype = torch.float32) -> list[Tens
 
 
 def assert_same(found: list[Tensor], expected: list[Tensor]) -> None:
-    """Bit for bit, and numbers."""
+    """Asserts that the tensors are bit-identical and contain no NaN."""
     assert len(found) == len(expected)
     for one, other in zip(found, expected):
         assert not other.isnan().any() and torch.equal(one, other)

@@ -1,6 +1,6 @@
-"""Lists of stash events as pipeline schedules make them, or at random. Stages, microbatches and layers from 0.
+"""Stash events of pipeline schedules and of random schedules. Stages, microbatches and layers are counted from 0.
 
-Holds no tests.
+Contains no tests.
 """
 
 import random
@@ -8,17 +8,17 @@ from collections.abc import Iterator
 
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent
 
-Pass = tuple[str, int, int]  # "F", "B" or "W" (the weights' part of a split backward), chunk, microbatch
+Pass = tuple[str, int, int]  # "F", "B" or "W" (weight gradients of a split backward), chunk, microbatch
 
 
 def one_forward_one_backward(stage: int, stages: int, microbatches: int) -> Iterator[Pass]:
-    """1F1B; with one stage, no pipelining."""
+    """Yields the passes of 1F1B. With one stage there is no pipelining."""
     warmup = min(stages - stage - 1, microbatches)
     return _alternate([(0, m) for m in range(microbatches)], [(0, m) for m in range(microbatches)], warmup)
 
 
 def interleaved(stage: int, stages: int, microbatches: int, chunks: int = 2) -> Iterator[Pass]:
-    """Microbatches in rounds of `stages`, the last round as short as it comes; each round through all chunks."""
+    """Yields the passes of interleaved 1F1B. Each round of up to `stages` microbatches goes through all chunks."""
     rounds = [range(m, min(m + stages, microbatches)) for m in range(0, microbatches, stages)]
     forwards = [(chunk, m) for one in rounds for chunk in range(chunks) for m in one]
     backwards = [(chunk, m) for one in rounds for chunk in reversed(range(chunks)) for m in one]
@@ -27,7 +27,7 @@ def interleaved(stage: int, stages: int, microbatches: int, chunks: int = 2) -> 
 
 
 def split_backward(stage: int, stages: int, microbatches: int) -> Iterator[Pass]:
-    """Like zero bubble: the gradients of inputs at once, those of weights one microbatch later."""
+    """Yields passes as in zero bubble: input gradients immediately, weight gradients one microbatch later."""
     pending = None
     for kind, chunk, microbatch in one_forward_one_backward(stage, stages, microbatches):
         yield kind, chunk, microbatch
@@ -43,7 +43,7 @@ SCHEDULES = (one_forward_one_backward, interleaved, split_backward)
 
 
 def stash_events(passes: Iterator[Pass], layers: int) -> list[StashEvent]:
-    """Each pass runs the groups of all layers of its chunk; both parts of a split backward are backward events."""
+    """Returns events of all layers of each pass's chunk. Both parts of a split backward are backward events."""
     events = []
     for kind, chunk, microbatch in passes:
         order = range(layers) if kind == "F" else reversed(range(layers))
@@ -61,7 +61,7 @@ def _alternate(forwards: list[tuple[int, int]], backwards: list[tuple[int, int]]
 
 
 def random_events(choose: random.Random, num_groups: int) -> list[StashEvent]:
-    """Forwards in order; each backward at a random later place, some never."""
+    """Returns forwards in order, each followed by its backward at a random later place or not at all."""
     events, waiting = [], []
     for instance in range(num_groups):
         events.append(StashEvent(EventKind.FORWARD, "g", instance))

@@ -1,7 +1,7 @@
-"""A page pool in plain Python numbers and bytes, and random operations that compare an implementation with it.
+"""A page pool in plain Python, and random operations that compare an implementation with it.
 
-RandomOperations(1).run(2000)                   # of the operators paged_stash::*
-RandomOperations(1, ops=launchers).run(2000)    # of any plan, stash, restore and release that are called like them
+RandomOperations(1).run(2000)                   # the operators paged_stash::*
+RandomOperations(1, ops=launchers).run(2000)    # any plan, stash, restore and release with the same signatures
 """
 
 import random
@@ -23,12 +23,12 @@ from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PageP
 PAGE_BYTES = (16, 32, 48, 64, 256, 1024)
 ROW_BYTES = (1, 7, 8, 16, 24, 32, 64, 100, 256, 1000)
 GAPS = (0, 0, 0, 1, 8, 16, 40)  # bytes between rows
-POSITIONS = (0, 7, 2**31 - 3, 2**31 + 5, 2**32 - 1, 2**62)  # where rings' heads start
+POSITIONS = (0, 7, 2**31 - 3, 2**31 + 5, 2**32 - 1, 2**62)  # initial positions of the rings' heads
 POISON = 0xA5
 
 
 class ModelTables:
-    """A slab's table and records."""
+    """Page table and records of a slab."""
 
     def __init__(self, slab: TableSlab) -> None:
         self.table = [0] * len(slab.table)
@@ -39,9 +39,9 @@ class ModelTables:
 
 
 class ModelPool:
-    """What the operators have to do, one page and one row after the other.
+    """Reference for the operators, one page and one row at a time.
 
-    gives_lowest: whether plan gives out the lowest free pages, as on a CPU, or those that were released first.
+    gives_lowest: whether plan allocates the lowest free pages, as on a CPU, or the pages that were released first.
     """
 
     def __init__(self, layout: PoolLayout, *, gives_lowest: bool = False) -> None:
@@ -112,9 +112,9 @@ class ModelPool:
 
 
 class RandomOperations:
-    """Random operations on random pools: bytes, tables, rings and counters equal the model's after each.
+    """Random operations on random pools. Bytes, tables, rings and counters must equal the model's after each operation.
 
-    Pools start with shuffled rings whose heads are far along. counts: how often each operation and each event came.
+    Pools start with shuffled rings and advanced heads. counts: number of occurrences of each operation and event.
     """
 
     def __init__(self, seed: int, *, ops: Any = None, device: str = "cpu") -> None:
@@ -173,7 +173,7 @@ class RandomOperations:
             self.disturb()
 
     def disturb(self) -> None:
-        """The state of a pool that has been used for long."""
+        """Puts the pool in the state of one that has been in use for a long time."""
         for tier, ring in enumerate(self.model.rings):
             self.random.shuffle(ring)
             self.model.heads[tier] = self.random.choice(POSITIONS)
@@ -249,7 +249,7 @@ class RandomOperations:
         ]
 
     def memories(self, group: PageGroup, *, random_bytes: bool) -> list[tuple[bytearray, torch.Tensor]]:
-        """A tensor's memory twice: for the model, and for the operators at any address."""
+        """Creates each tensor's memory twice: for the model, and at any address for the operators."""
         pairs = []
         for spec in (one.spec for one in group.tensors):
             size, offset = spec.max_rows * spec.pitch_bytes, self.random.choice((0, 0, 0, 1, 4, 8))
@@ -264,7 +264,7 @@ class RandomOperations:
         return named | {"device pages": pool.device_pages, "host pages": pool.host_pages}
 
     def compare(self) -> None:
-        """Everything equals the model, and free and held pages are all pages, each once."""
+        """Asserts that the state equals the model's, and that each page is either free or held."""
         model, found = self.model, {name: tensor.cpu() for name, tensor in self.state().items()}
         assert found["heads"].tolist() == model.heads and found["tails"].tolist() == model.tails
         assert found["ring"].tolist() == sum(model.rings, [])

@@ -1,8 +1,8 @@
-"""A model of how plan, stash, restore and release share a pool on two streams, and a search through all interleavings.
+"""A model of how plan, stash, restore and release share a pool on two streams, and a search over all interleavings.
 
-A stream runs stages in order, a stage runs its lanes side by side, a lane runs its steps in order: whatever hardware
-may reorder within a kernel is a lane of its own. A step reads or writes one word, or copies one page; where it has to
-wait it returns False. Words are entries of one dictionary; some belong to one kernel alone, "owner" to the checks.
+A stream runs stages in order, a stage runs its lanes concurrently, and a lane runs its steps in order. Operations that
+hardware may reorder within a kernel are separate lanes. A step reads or writes one word, or copies one page. A step
+that must wait returns False. Words are entries of one dictionary. Some belong to one kernel, "owner" to the checks.
 """
 
 from collections.abc import Callable, Iterable
@@ -18,7 +18,7 @@ Stage = list[list[Step]]
 Stream = list[Stage]
 TIERS = (0, 1)
 
-# Departures from the protocol, each of which must break it.
+# Violations of the protocol. Each of them must cause an error.
 MUTANTS = (
     "tails are published beside ring entries",
     "release runs beside the restore",
@@ -58,11 +58,11 @@ def wait(event: Word) -> Stage:
 
 @dataclass(frozen=True)
 class Case:
-    """tiers: pages of each. needs: pages of each group's tensors. order: in which groups are restored.
+    """A small pool and its groups. tiers: pages per tier. needs: pages of each group's tensors. order: restore order.
 
-    room: groups that the page table has room for at once; group g takes the place of group g - room.
-    early: whether the main stream runs each backward as soon as it can, else as late as the room allows. A stash waits
-    for the main stream, and this for the restores of the backwards that it ran before.
+    room: number of groups that fit in the page table; group g uses the same entries as group g - room.
+    early: whether the main stream runs each backward as early as possible, or as late as the page table allows. A stash
+    waits for the main stream, which waits for the restores of the backwards that it ran before.
     """
 
     tiers: tuple[int, int]
@@ -74,14 +74,14 @@ class Case:
 
     @property
     def possible(self) -> bool:
-        """Whether a host can launch this: when group g takes a place, that place's last group has been restored."""
+        """Whether a host can launch this: a group is restored before a later group reuses its page-table entries."""
         rank = self.order.index
         return all(
             max(self.order[: rank(group - self.room) + 1]) < group for group in range(self.room, len(self.needs))
         )
 
     def memory(self) -> Memory:
-        """Before the step: every page is free."""
+        """Returns the memory before the step, with all pages free."""
         memory: Memory = {("head", tier): 0 for tier in TIERS}
         for tier, pages in enumerate(self.tiers):
             memory["tail", tier] = pages
@@ -92,7 +92,7 @@ class Case:
         return range(self.tiers[0]) if tier == 0 else range(self.tiers[0], sum(self.tiers))
 
     def streams(self) -> list[Stream]:
-        """What runs side by side: the stash stream and the restore stream, if there is no mutant."""
+        """Returns the concurrent streams: without a mutant, the stash stream and the restore stream."""
         groups = range(len(self.needs))
         stash = [[*self._behind_main(g), *self.plan(g), self.stash(g), record(("stashed", g))] for g in groups]
         restore = [[wait(("stashed", group)), self.restore(group)] for group in self.order]
@@ -110,7 +110,7 @@ class Case:
         return [joined(stash), backward]
 
     def plan(self, group: int) -> Stream:
-        """Tails are read, it is decided; lanes read heads and hand ring entries to the table; heads are written."""
+        """Reads tails and plans, copies ring entries to the table in one lane per entry, and writes heads."""
         tails: Stage = [[copy_word(("tail", tier), ("seen", group, tier))] for tier in TIERS]
         entries: Stage = [
             [
@@ -134,7 +134,7 @@ class Case:
         return [[partial(self._copy_out, group, entry)] for entry in self._entries(group)]
 
     def restore(self, group: int) -> Stage:
-        """A lane for each page: how many are held, its id, its bytes."""
+        """Copies each page in a lane of its own: reads the held count and the page id, and copies the bytes."""
         place = group % self.room
         return [
             [
@@ -146,7 +146,7 @@ class Case:
         ]
 
     def release(self, group: int) -> Stream:
-        """Held, tails and table entries are read, ring entries written, then tails; held is cleared."""
+        """Reads the held count, tails and table entries, writes ring entries, then tails, and clears the held count."""
         place = group % self.room
         first = [copy_word(("tail", tier), ("end", tier)) for tier in TIERS]
         ids: Stage = [[copy_word(("table", place, entry), ("leaving", entry))] for entry in self._entries(group)]
@@ -160,7 +160,7 @@ class Case:
         return range(sum(self.needs[group]))
 
     def _before(self, group: int) -> tuple[int, ...]:
-        """Groups whose backward the main stream runs before this group's forward."""
+        """Returns the groups whose backward the main stream runs before this group's forward."""
         if self.early:
             return tuple(takewhile(lambda other: other < group, self.order))
         last = max((self.order.index(other) for other in range(group + 1 - self.room)), default=-1)
@@ -178,7 +178,7 @@ class Case:
         for tier in TIERS:
             truly_free = sum(("owner", page) not in memory for page in self.ids(tier))
             check(free[tier] <= truly_free, f"group {group} counts {free[tier]} free pages where {truly_free} are")
-            # What the reserve counts on.
+            # The reserve relies on this bound.
             plans = [memory.get(("plan", other), (0, 0, *self.tiers)) for other in open_groups]
             least = self.tiers[tier] - sum(plan[2 + tier] for plan in plans)
             check(free[tier] >= least, f"group {group} does not see that backward freed: {free[tier]} of {least} pages")
@@ -235,7 +235,7 @@ class Case:
         memory["tail", tier] = memory["end", tier] + given
 
     def check_end(self, memory: Memory) -> None:
-        """All pages are free again, each once."""
+        """Checks that every page is free exactly once."""
         for tier, pages in enumerate(self.tiers):
             head, tail = memory["head", tier], memory["tail", tier]
             check(tail - head == pages, f"tier {tier} ends with {tail - head} free pages of {pages}")
@@ -245,7 +245,7 @@ class Case:
 
 
 def explore(case: Case) -> int:
-    """Runs every interleaving; the number of different states. AssertionError for the first that breaks a rule."""
+    """Runs every interleaving and returns the number of distinct states. Raises AssertionError for a violation."""
     streams = case.streams()
     start = (tuple((0, (0,) * len(stages[0])) for stages in streams), case.memory())
     seen = {(start[0], frozenset(start[1].items()))}
@@ -274,7 +274,7 @@ def explore(case: Case) -> int:
 
 
 def _advance(stream: Stream, stage: int, lanes: tuple[int, ...]) -> tuple[int, tuple[int, ...]]:
-    """The place behind a step: the next stage that has steps once all lanes of this one are through."""
+    """Returns the position after a step. A stage ends once all of its lanes have ended; empty stages are skipped."""
     while stage < len(stream) and all(done == len(steps) for done, steps in zip(lanes, stream[stage])):
         stage += 1
         lanes = (0,) * len(stream[stage]) if stage < len(stream) else ()

@@ -1,4 +1,4 @@
-"""The reserve table keeps its promise on random steps; the memory law; peaks and what planning decides."""
+"""The reserve table's guarantees in random steps, the memory law, peaks, and decisions of planning."""
 
 import random
 
@@ -38,14 +38,14 @@ PAGE = 16
 
 
 def one_page_rows(pages: PagesByPriority) -> GroupRows:
-    """A group whose tensors take these numbers of pages: one tensor a priority, gate_up in two where it can be."""
+    """Returns a group with these page counts: one tensor per priority, except for two of gate_up where possible."""
     sizes = [(pages.inputs, Priority.INPUT), (pages.act, Priority.ACT)]
     sizes += [(pages.gate_up // 2, Priority.GATE_UP), (pages.gate_up - pages.gate_up // 2, Priority.GATE_UP)]
     return GroupRows([TensorSpec(PAGE * size, PAGE * size, 1, kind) for size, kind in sizes if size], num_rows=1)
 
 
 def kinds(rows: GroupRows, tensors: list[TensorPages]) -> set[tuple[Priority, bool]]:
-    """(priority, whether it was dropped) of a group's tensors."""
+    """Returns (priority, whether it was dropped) of each tensor in a group."""
     return {(spec.priority, one.dropped) for spec, one in zip(rows.specs, tensors)}
 
 
@@ -74,7 +74,7 @@ def test_reserve_table_keeps_inputs_safe_and_gives_up_act_first(exact: bool) -> 
         assert not any((Priority.GATE_UP, True) in one for one in got[first_act + 1 :])
         dropped = {counter: count + dropped[counter] for counter, count in result.counters.items()}
         dropped[Counter.VOID] += simulate(events, rows.__getitem__, layout=layout).counters[Counter.VOID]
-    # The cases are hard: both recompute levels are reached often, and without the table inputs miss pages.
+    # The cases are difficult: both recompute levels occur often, and without the table inputs run out of pages.
     assert min(dropped[one] for one in (Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP, Counter.VOID)) > 200
 
 
@@ -113,7 +113,7 @@ def test_peaks_of_pipeline_schedules(microbatches: int) -> None:
         assert peak_pages(events, pages) == 6 * alive
         assert peak_pages(events, pages, up_to=Priority.INPUT) == 3 * alive
         assert len(resident_groups(events)) == (microbatches if stage == 3 else int(microbatches == 1))
-    # The last rows have nothing to come.
+    # Nothing follows the last event, so its row reserves nothing.
     assert reserve_table(events, pages)[-1] == (0, 0, 0)
     first = stash_events(interleaved(0, 2, microbatches), layers=1)
     assert peak_pages(first, pages) == 6 * min(2 * 2 + 1, 2 * microbatches)

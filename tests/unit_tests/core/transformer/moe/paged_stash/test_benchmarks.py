@@ -1,4 +1,4 @@
-"""What the stash's benchmarks show holds for small sizes too."""
+"""Results of the stash's benchmarks also hold for small sizes."""
 
 from typing import Any
 
@@ -12,9 +12,9 @@ LAYERS = 8
 
 
 def figures_at_60_percent(bench: Bench, *, rounds: int) -> dict[str, Any]:
-    """Returns the figures of a pool with 60% of the needed pages, which must keep to them."""
+    """Returns the results of a pool with 60% of the needed pages, after checking its size."""
     ways = {way.name: way for way in ways_of(bench) if "host" not in way.name}
-    measure(bench, list(ways.values()), rounds=rounds)  # raises for gradients other than those without a stash
+    measure(bench, list(ways.values()), rounds=rounds)  # raises if gradients differ from those without a stash
     short, full = (figures_of(ways[name], ways) for name in ("60%", "full"))
     assert short["device_page_bytes"] <= 0.6 * bench.pages_needed() * PAGE_BYTES < full["device_page_bytes"]
     return short
@@ -25,14 +25,14 @@ def test_a_pool_at_60_percent_of_need_finds_pages_for_every_x_and_some_gate_up()
     bench = Bench(LAYERS, torch.device("cpu"), sizes=Sizes(256, 256, 128))
     short = figures_at_60_percent(bench, rounds=1)
     assert short["void"] == 0 < short["dropped_act"]
-    # The product for gate_up is most of what it costs to compute a layer's tensors again.
+    # The GEMM of gate_up is most of the cost of recomputing a layer's tensors.
     assert short["dropped_gate_up"] <= LAYERS // 2
 
 
-@pytest.mark.soak  # what is computed again is counted above
+@pytest.mark.soak  # the test above counts recomputed tensors
 def test_a_pool_at_60_percent_of_need_costs_less_than_a_third_of_a_step() -> None:
     bench = Bench(LAYERS, torch.device("cpu"), sizes=Sizes(256, 512, 256))
-    assert figures_at_60_percent(bench, rounds=5)["time_of_full"] <= 1.3  # of CPU seconds
+    assert figures_at_60_percent(bench, rounds=5)["time_of_full"] <= 1.3  # in CPU seconds
 
 
 @pytest.mark.parametrize("order", ["new", "step", "shuffled"])

@@ -1,4 +1,4 @@
-"""The examples in docs/stash_library.md run, print the output that the page shows, and train as it claims."""
+"""The examples in docs/stash_library.md run, print the output shown on the page, and train as it claims."""
 
 import importlib.metadata
 import re
@@ -40,20 +40,20 @@ def test_the_small_example_gives_the_gradients_of_plain_code() -> None:
 def test_the_small_example_runs_where_torch_and_numpy_alone_are_installed(tmp_path: Path) -> None:
     link_installed(["torch", "numpy"], tmp_path)
     assert (tmp_path / "torch").is_dir() and not (tmp_path / "yaml").exists()
-    # -S leaves out all other installed packages.
+    # -S hides all other installed packages.
     command = [sys.executable, "-S", "-c", f"import sys; sys.path[:0] = {[str(ROOT), str(tmp_path)]}\n{SMALL}"]
     printed = subprocess.run(command, check=True, capture_output=True, text=True, env={"OMP_NUM_THREADS": "1"}).stdout
     assert f"It prints `{printed.strip()}`" in PAGE
 
 
 def link_installed(packages: list[str], folder: Path) -> None:
-    """Links the files of installed packages, and of all packages that they require, into a folder."""
+    """Links the files of installed packages, and of their dependencies, into a folder."""
     waiting, seen = list(packages), set(packages)
     while waiting:
         try:
             distribution = importlib.metadata.distribution(waiting.pop())
         except importlib.metadata.PackageNotFoundError:
-            continue  # required on another platform
+            continue  # required only on other platforms
         for name in {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}:
             (folder / name).symlink_to(str(distribution.locate_file(name)))
         required = [requirement for requirement in distribution.requires or () if "extra ==" not in requirement]

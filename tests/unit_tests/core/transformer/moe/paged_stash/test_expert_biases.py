@@ -1,4 +1,4 @@
-"""Biases of experts reach each live row once, weighted, and no other; their gradients are exact."""
+"""Expert biases are added, weighted, exactly once to each live row and to no other row; their gradients are exact."""
 
 import math
 from collections.abc import Iterator
@@ -11,19 +11,19 @@ from torch import Tensor
 from megatron.core.transformer.moe.paged_stash import add_expert_bias
 from megatron.core.transformer.moe.paged_stash.expert_ops import ops
 
-# Rows of each expert and of the buffer: none at all, one expert with all, none to spare, capacity left.
+# Rows per expert, and rows of the buffer: empty, all rows in one expert, a full buffer, a buffer with spare capacity.
 ROUTINGS = [([3, 0, 9, 5], 40), ([0, 33, 0], 33), ([0, 0], 4), ([1, 70, 0, 2], 73)]
 SHARE = 0.5
 
 
 @pytest.fixture(params=["cpu", "triton"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The operators on the CPU, and then the Triton launchers of the same names on CPU tensors."""
+    """Yields the CPU operators, or the Triton launchers of the same names on CPU tensors."""
     yield ops if request.param == "cpu" else request.getfixturevalue("interpreted")("triton_biases")
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float32, rows: int | None = None) -> Tensor:
-    """Random values, NaN from row `rows` on."""
+    """Returns random values, with NaN from row `rows` on."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
     values[shape[0] if rows is None else rows :] = math.nan
     return values.to(dtype)
@@ -64,7 +64,7 @@ def test_gradients_are_those_of_autograd() -> None:
         return add_expert_bias(rows * 1, bias, offsets=offsets, scale=scale)
 
     assert torch.autograd.gradcheck(summed, (rows, bias, scale))
-    # A part of a bias that all ranks have: its gradient is that of the whole.
+    # A share of a bias that all ranks add up to: its gradient is the gradient of the whole bias.
     part = add_expert_bias(rows * 1, bias, offsets=offsets, scale=scale, share=0.25)
     whole = (rows + bias.repeat_interleave(torch.tensor(counts), 0) * scale[:, None]).sum()
     torch.testing.assert_close(*(torch.autograd.grad(out.sum(), bias)[0] for out in (part, whole)))

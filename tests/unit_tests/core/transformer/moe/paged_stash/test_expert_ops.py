@@ -1,4 +1,4 @@
-"""Recomputations give the bits of forward and touch no row beyond the live ones; gradients of forward are exact."""
+"""Recomputation is bit-identical to forward and leaves rows beyond the live ones unchanged; gradients are exact."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ from megatron.core.transformer.moe.paged_stash.expert_ops import (
     recompute_gate_up,
 )
 
-# Rows of each expert and of the buffer: none at all, one expert with all, none to spare, capacity left.
+# Rows per expert, and rows of the buffer: empty, all rows in one expert, a full buffer, a buffer with spare capacity.
 ROUTINGS = [([3, 0, 9, 5], 40), ([0, 33, 0], 33), ([0, 0], 4), ([1, 70, 0, 2], 73)]
 PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": F.silu,
@@ -32,16 +32,16 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "squared_relu": lambda x: F.relu(x).square(),
 }
 PLAIN |= {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": PLAIN["geglu_tanh"], "quick_gelu": PLAIN["quick_geglu"]}
-# What gpt-oss has, at a limit that many values are beyond, and less of it.
+# Options of gpt-oss, with a limit that many values exceed.
 CLAMPED = {"clamp": 1.5, "offset": 1.0}
-# Of one rounding to the dtype.
+# Relative error of one rounding to the dtype.
 TOLERANCE = {torch.float32: 0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
 SET, CLEAR = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 
 
 @pytest.fixture(params=["cpu", "triton"])
 def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """The operators on the CPU, and then the Triton launchers of the same names on CPU tensors."""
+    """Yields the CPU operators, or the Triton launchers of the same names on CPU tensors."""
     if request.param == "cpu":
         yield ops
     else:
@@ -50,7 +50,7 @@ def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
 
 
 def poisoned(rows: int, capacity: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Random values in the first rows, NaN in the others."""
+    """Returns random values in the first rows and NaN in the others."""
     values = torch.randn(capacity, *shape, generator=torch.Generator().manual_seed(rows + capacity)) * 2
     values[rows:] = math.nan
     return values.to(dtype)
@@ -66,7 +66,7 @@ def ends_of(counts: list[int]) -> Tensor:
 
 
 def by_expert(x: Tensor, weight: Tensor, counts: list[int]) -> Tensor:
-    """In fp64, of the live rows."""
+    """Multiplies each expert's live rows by its weight, in fp64."""
     parts = x[: sum(counts)].double().split(counts)
     return torch.cat([part @ one.double() for part, one in zip(parts, weight)])
 
@@ -76,7 +76,7 @@ def limited(gate: Tensor, up: Tensor, *, clamp: float = math.inf, offset: float 
 
 
 def near(found: Tensor, expected: Tensor, *, inner: int = 1) -> bool:
-    """Within one rounding of the dtype and the sums' error over `inner` terms."""
+    """Returns whether errors are within one rounding of the dtype plus the rounding of sums over `inner` terms."""
     bound = TOLERANCE[found.dtype] * expected.abs() + 2e-6 * math.sqrt(inner) * (1 + expected.abs())
     return bool(((found.double() - expected.double()).abs() <= bound).all())
 
@@ -90,7 +90,7 @@ def near(found: Tensor, expected: Tensor, *, inner: int = 1) -> bool:
         (200, 136, torch.float16, True),
         (7, 5, torch.float16, False),
         (70, 66, torch.float32, True),
-        (48, 80, torch.float32, True),  # 16 divides both widths: loads without masks
+        (48, 80, torch.float32, True),  # both widths are divisible by 16, so loads are unmasked
         (64, 272, torch.float16, False),
     ],
 )

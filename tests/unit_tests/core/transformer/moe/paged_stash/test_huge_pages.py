@@ -1,4 +1,4 @@
-"""Large pages: asking for them changes no byte, whatever part of a memory is asked about."""
+"""Requesting huge pages changes no byte, whatever part of a memory region is requested."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The operators of a page pool: registered as torch expects them."""
+"""Registration of a page pool's operators meets torch's requirements."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Megatron's names of the stash, called by a layer of the user's own: rows really go through pages and come back."""
+"""The stash under Megatron's names, called by a user's layer: rows are stored in pages and restored."""
 
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ C, LIVE, HIDDEN, LAYERS = 48, 30, 16, 3
 
 
 class LiveRowsLinear(torch.autograd.Function):
-    """x @ weight, whose backward reads the live rows alone: restored rows beyond them hold any bytes, NaN as well."""
+    """x @ weight, whose backward reads only the live rows. Restored rows beyond them may hold any bytes, even NaN."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -41,14 +41,14 @@ class LiveRowsLinear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        """grads: [C, H]. Returns those of x, zero beyond the live rows, and of the weight."""
+        """grads: [C, H]. Returns the gradients of x, zero beyond the live rows, and of the weight."""
         x, weight = ctx.saved_tensors
         grad = grads[0][:LIVE]
         return nn.functional.pad(grad @ weight.t(), (0, 0, 0, C - LIVE)), x[:LIVE].t() @ grad
 
 
 class OwnExperts(nn.Module):
-    """A layer written for upstream's stash; `is_stashed` False: the plain layer."""
+    """A layer written for upstream's stash. is_stashed: False disables the stash."""
 
     def __init__(self, is_stashed: bool) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class OwnExperts(nn.Module):
 
 @pytest.fixture(autouse=True)
 def manager() -> Iterator[PagedStashManager]:
-    """A new manager of the process for each test, in which torch fills new memory with NaN."""
+    """Creates a new default manager for each test, and makes torch fill new memory with NaN."""
     manager_module._default_manager.cache_clear()
     torch.use_deterministic_algorithms(True)
     yield PagedStashManager.get_instance()
@@ -81,7 +81,7 @@ def manager() -> Iterator[PagedStashManager]:
 
 
 def step(model: nn.Module) -> list[Tensor]:
-    """Gradients of the weights from the live rows."""
+    """Returns the gradients of the input's live rows and of the weights."""
     model.zero_grad()
     x = torch.linspace(-1, 1, C * HIDDEN).view(C, HIDDEN).requires_grad_()
     model(x)[:LIVE].square().sum().backward()
@@ -110,7 +110,7 @@ def test_the_first_step_is_learned_from_and_later_ones_use_pages(manager: PagedS
             assert counters[Counter.PLANNED_PAGES] > 0 and counters[Counter.HIGH_WATER_DEVICE] > 0
             assert int(check_paged_stash_overflow()) == 0 and int(check_paged_stash_host_spill()) == 0
             assert is_empty_sync(manager.stash)
-    # The pool has the pages of the live rows of two groups: the last one's backward follows its forward.
+    # The pool has pages for the live rows of two groups, since the last group's backward directly follows its forward.
     row_bytes, pages = HIDDEN * 4, -(-LIVE // 4)
     assert manager.pool.layout.page_bytes == 4 * row_bytes
     assert manager.pool.layout.device_pages == -(-(2 * 2 * pages) * 11 // 10)

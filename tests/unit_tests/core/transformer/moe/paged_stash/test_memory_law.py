@@ -1,4 +1,4 @@
-"""The memory law and the simulation hold for the real pool, under skewed routing and pipeline schedules."""
+"""The memory law and the simulation agree with the real pool under skewed routing and pipeline schedules."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A page pool holds what it was given, to the bit, loses no page and says what is wrong with what it is asked."""
+"""A page pool stores bytes exactly, loses no page, and reports invalid requests."""
 
 import copy
 import random
@@ -21,7 +21,7 @@ NARROW += [torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu, torch.f
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The memory from its first byte to its last: [bytes], uint8."""
+    """Returns the memory from the tensor's first byte to its last: [bytes], uint8."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride()))
     return tensor.as_strided((extent,), (1,)).view(torch.uint8)
 
@@ -41,7 +41,7 @@ def round_trip(pool: PagePool, tensor: torch.Tensor, target: torch.Tensor, *, nu
 
 @pytest.fixture(params=["as is best", "indexed"])
 def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small pools rarely need indexed copies: once more with these for all whole pages."""
+    """Runs tests twice: as they are, and with indexed copies of all whole pages, which are rare in small pools."""
     if request.param == "indexed":
         monkeypatch.setattr(cpu_kernels, "FEW_RUNS", 0)
 
@@ -64,7 +64,7 @@ def test_very_many_random_operations_equal_the_model(seed: int) -> None:
 @pytest.mark.parametrize("dtype", [*WIDE, *NARROW], ids=str)
 @pytest.mark.parametrize("layout", [PoolLayout(1024, 0, 300), PoolLayout(7168, 11, 60)], ids=["host", "both tiers"])
 def test_every_bit_pattern_survives_on_any_tier(dtype: torch.dtype, layout: PoolLayout) -> None:
-    # All patterns of two bytes: NaN payloads, -0.0, infinities and subnormal numbers of every narrow type are there.
+    # All two-byte patterns, which include NaN payloads, -0.0, infinities and subnormals of every narrow type.
     patterns = torch.arange(2**16).to(torch.uint16).view(torch.uint8)
     if dtype in WIDE:
         patterns = torch.randint(0, 256, (2**17,), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
@@ -128,11 +128,11 @@ def test_exactly_full_fits_and_one_page_more_is_dropped() -> None:
 def test_rows_and_pages_beyond_two_to_the_31_bytes_are_found() -> None:
     rows, pitch, page_bytes = 3, 2**31 + 16, 2**16
     live = torch.randint(0, 256, (rows, 4096), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
-    # Made without being touched: most of it never becomes memory.
+    # Left uninitialized, so that most of it occupies no physical memory.
     source, target = (torch.empty((rows - 1) * pitch + 4096, dtype=torch.uint8) for _ in range(2))
     source.as_strided(live.shape, (pitch, 1)).copy_(live)
     pool = PagePool("cpu", PoolLayout(page_bytes, 2**15 + 8))
-    # All but the last page.
+    # Occupies all but the last page.
     pool.plan(pool.open_group([TensorSpec(page_bytes, page_bytes, 2**15 + 7)]), torch.tensor([2**15 + 7]))
     round_trip(pool, source.as_strided(live.shape, (pitch, 1)), target.as_strided(live.shape, (pitch, 1)), num_rows=3)
     assert torch.equal(target.as_strided(live.shape, (pitch, 1)), live)
@@ -144,7 +144,7 @@ def test_pages_that_are_never_needed_are_never_touched(host_pages: int) -> None:
     pool, spec = PagePool("cpu", PoolLayout(64, 40, host_pages)), TensorSpec(64, 64, 8)
     pool.device_pages.fill_(7)
     generator, held = random.Random(1), list[PageGroup]()
-    # Three groups of up to 8 pages at a time: many times the pages of the ring.
+    # Up to three groups of up to 8 pages each are held; in total the ring is used many times.
     for _ in range(200):
         if len(held) == 3:
             done = held.pop(generator.randrange(3))
@@ -168,12 +168,12 @@ def test_restored_memory_is_kept_unless_the_heap_is() -> None:
         assert not keeps_restored or pool.restored.take(1000).data_ptr() == address
 
 
-@pytest.mark.soak  # takes 5 GiB; rows and pages beyond 2**31 bytes are above
+@pytest.mark.soak  # occupies 5 GiB, because rows and pages beyond 2**31 bytes are tested above
 def test_a_tensor_of_more_than_two_to_the_31_bytes() -> None:
     width, page_bytes = 1024, 2**20
     rows = 2**21 + 2**16 + 1
     tensor = torch.empty(rows, width, dtype=torch.int8)
-    for start in range(0, rows, 2**18):  # each row's number in its first bytes, without a second tensor of this size
+    for start in range(0, rows, 2**18):  # each row starts and ends with its index
         numbers = torch.arange(start, min(start + 2**18, rows), dtype=torch.int32).view(torch.int8).view(-1, 4)
         tensor[start : start + 2**18, :4] = numbers
         tensor[start : start + 2**18, -4:] = numbers
@@ -303,7 +303,7 @@ def test_a_fixed_group_keeps_its_room_through_closing_and_resets() -> None:
         pool.check_integrity_sync()
         pool.reset()
         pool.check_integrity_sync()
-        # As a graph does, which knows nothing of resets.
+        # As in a graph, which is not aware of resets.
         for group in fixed:
             group.generation = pool.generation
     num_bytes = pool.num_bytes["tables"]

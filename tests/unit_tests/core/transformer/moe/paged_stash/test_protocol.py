@@ -1,4 +1,4 @@
-"""Every interleaving of small steps keeps pages and bytes whole, and the search finds each way to break that."""
+"""Pages and bytes remain correct in every interleaving of small steps, and the search finds all protocol violations."""
 
 from dataclasses import replace
 from itertools import permutations, product
@@ -25,14 +25,14 @@ POSSIBLE = [*LATE, *(replace(case, early=True) for case in LATE)]
 def test_no_interleaving_breaks_the_protocol() -> None:
     states = [explore(case) for case in POSSIBLE[:: long_count(5, soak=1)]]
     print(f"{len(states)} cases, {sum(states)} states, {max(states)} in the largest")
-    assert sum(states) == long_count(67039, soak=487404)  # fewer: something is no longer explored
+    assert sum(states) == long_count(67039, soak=487404)  # fewer states would mean that some are no longer explored
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_the_search_finds_each_departure_from_the_protocol(mutant: str) -> None:
-    # What the reserve counts on has a check of its own.
+    # The assumption of the reserve has a separate check.
     message = "freed" if mutant.startswith("the main stream") else "group|tier|page"
     with pytest.raises(AssertionError, match=message):
-        for case in reversed(POSSIBLE):  # the largest first
+        for case in reversed(POSSIBLE):  # largest first
             explore(replace(case, mutant=mutant))

@@ -1,7 +1,7 @@
-"""Random expert layers of the stash's users in which sizes coincide: the stash changes no bit of a training of them.
+"""Training random user-defined expert layers with coinciding sizes is bit-identical with and without the stash.
 
-They are built as a script builds them: routed rows are gathered before a context and added up after it. Inside it run
-the package's operators, or torch's with rows that the script names, or that the stash guesses.
+Layers are built as in scripts: rows are gathered before a context and summed after it. Inside it run the package's
+operators, or torch's operators with rows that the script declares or that the stash guesses.
 """
 
 import random
@@ -35,15 +35,17 @@ from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import is_e
 STEPS = 3
 COMMON = (4, 8, 16)
 LARGE = PoolLayout(256, 4096)
-# Seeds that are run in one test.
+# Number of seeds in one test.
 PER_TEST = 10
 
 
 @dataclass(frozen=True)
 class Draw:
-    """Sizes and options of a model. rows: C; experts: e of ranks x e in all; ffn: F; rank: r of adapters, or None;
-    tokens: of a micro-batch. kind: whose operators run. takes: which tensors are rows; named: chance that a script
-    names one. is_late: all forwards of a step run before its first backward.
+    """Sizes and options of a randomly drawn model.
+
+    rows: C; experts: this rank's e of ranks x e; ffn: F; rank: adapter rank r or None; tokens: per microbatch.
+    kind: operators that run. takes: how rows are recognized. named: probability that the script declares a tensor.
+    is_late: all forwards of a step run before its first backward.
     """
 
     rows: int
@@ -73,18 +75,18 @@ class Draw:
 
     @property
     def is_gated(self) -> bool:
-        """Whether fc1 makes gate and up."""
+        """Whether fc1 computes gate and up."""
         return self.activation in ("swiglu", "geglu", "quick_geglu")
 
     @property
     def widths(self) -> dict[str, int]:
-        """Other sizes that C may be, by name."""
+        """Sizes that may equal C, by name."""
         gated = {"2F": 2 * self.ffn} if self.is_gated else {}
         return {"e": self.experts, "H": self.hidden, "F": self.ffn, **gated, "r": self.rank or 0, "T": self.tokens}
 
 
 def drawn(seed: int) -> Draw:
-    """Draws a model in which most sizes are one and the same."""
+    """Draws a model in which most sizes are equal."""
     choose = random.Random(seed)
     dtype = choose.choice([torch.float32, torch.float32, torch.bfloat16])
     word = 16 // dtype.itemsize
@@ -128,7 +130,7 @@ def drawn(seed: int) -> Draw:
 
 
 class Experts(nn.Module):
-    """This rank's experts of one layer, and the router of all ranks' experts."""
+    """This rank's experts of one layer, and the router for the experts of all ranks."""
 
     def __init__(self, draw: Draw, seed: int) -> None:
         super().__init__()
@@ -155,12 +157,12 @@ class Experts(nn.Module):
         scores, chosen = (hidden @ self.router).softmax(-1).topk(draw.topk)
         slots = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=draw.experts * draw.ranks)
-        # The first rank's experts come first; what finds no room is lost.
+        # The first rank's experts come first. Rows beyond the capacity are dropped.
         offsets = counts.cumsum(0)[: draw.experts].clamp(max=draw.rows).int()
         live = int(offsets[-1])
         slots = slots[:live]
         rows = hidden[slots // draw.topk]
-        # Bytes beyond the live rows are no numbers, and must not reach any.
+        # Rows beyond the live ones are NaN and must not affect any other.
         x = F.pad(rows, (0, 0, 0, draw.rows - live), value=torch.nan)
         weights = F.pad(scores.flatten()[slots], (0, draw.rows - live), value=torch.nan)
         num_rows = offsets[-1:].long() if draw.counts_on_device else live
@@ -171,11 +173,11 @@ class Experts(nn.Module):
         return hidden.index_add(0, slots // draw.topk, output[:live])
 
     def _weights(self, group: StashGroup | None) -> tuple[Tensor, Tensor]:
-        """fc1: [e, H, 2F] and fc2: [e, F, H], of parameters, stacks of them, or masked."""
+        """Returns fc1 [e, H, 2F] and fc2 [e, F, H]: parameters, stacks of parameters, or masked weights."""
         fc1, fc2 = (torch.stack([*fc]) if self.draw.is_stacked else fc[0] for fc in (self.fc1, self.fc2))
         if self.draw.has_masks:
             if group is not None:
-                group.keep(self.mask)  # the product saves it
+                group.keep(self.mask)  # saved for backward by the multiplication
             fc1 = fc1 * self.mask
             if group is not None:
                 group.keep(fc1)
@@ -205,7 +207,7 @@ class Experts(nn.Module):
     def _torchs(self, x: Tensor, weights: Tensor, offsets: Tensor, group: StashGroup | None) -> Tensor:
         draw, choose = self.draw, random.Random(self.seed)
         if group is not None:
-            # A guess would call them unclear where there are as many experts as rows.
+            # A guess would be ambiguous if there are as many experts as rows.
             group.keep(offsets)
 
         def named(rows: Tensor) -> Tensor:
@@ -226,7 +228,7 @@ class Experts(nn.Module):
 
 
 def train(draw: Draw, seed: int, stash: PagedStash | None) -> tuple[list[Tensor], bool]:
-    """Losses and gradients of each step, then the parameters; and whether a step found no pages for an x."""
+    """Returns the losses and gradients of each step, the final parameters, and whether a step had no pages for an x."""
     torch.manual_seed(seed)
     layers = nn.ModuleList(Experts(draw, seed + number) for number in range(draw.num_layers))
     batches = torch.randn(STEPS, draw.num_microbatches, draw.tokens, draw.hidden).to(draw.dtype)
@@ -260,7 +262,7 @@ def _late(losses: Sequence[Tensor], draw: Draw) -> Iterator[Tensor]:
 
 
 def assert_no_bit_changes(seed: int) -> bool:
-    """Asserts it for one seed; where x finds no page, with a pool in which it does. Returns whether that was so."""
+    """Asserts bitwise equality for one seed. If pages for x run out, repeats with a large pool and returns True."""
     draw = drawn(seed)
     expected, _ = train(draw, seed, None)
     found, is_void = train(draw, seed, PagedStash(PagePool("cpu", draw.pool), **draw.options))

@@ -1,4 +1,4 @@
-"""In a pool with room for every x no step lacks pages for one: without an order, in its first step, and after it."""
+"""In a pool with space for every x, no step lacks pages for one: without an order, in its first step, and later."""
 
 import random
 
@@ -31,7 +31,7 @@ Sizes = dict[GroupKey, list[TensorSpec]]
 
 
 def random_sizes(choose: random.Random, groups: list[GroupKey]) -> Sizes:
-    """One tensor a priority for each group; x as large as the first's or smaller, of up to ROWS rows of whole pages."""
+    """Draws one tensor per priority for each group, of up to ROWS rows. x is at most as large as the first group's."""
     inputs = choose.randrange(1, 4)
     widths = [
         (choose.randrange(1, inputs + 1) if rank else inputs, *choose.choices((1, 2), k=2))
@@ -44,7 +44,7 @@ def random_sizes(choose: random.Random, groups: list[GroupKey]) -> Sizes:
 
 
 class Steps:
-    """Steps of one list of events, in a pool that every x fits into at once."""
+    """Repeats one list of events in a pool with space for every x."""
 
     def __init__(self, choose: random.Random) -> None:
         stages = choose.randrange(1, 4)
@@ -55,7 +55,7 @@ class Steps:
         self.reserve, self.choose = Reserve(PoolLayout(PAGE, 1), CPU, share=1), choose
 
     def run(self, *, is_known: bool, is_kept_back: bool = True) -> dict[Counter, int]:
-        """Counters after a step whose order is known or not; is_kept_back: whether the reserve is asked."""
+        """Returns the counters after a step. is_known: the order is known. is_kept_back: the reserve is used."""
         kept = resident_groups(self.events) if is_known else set()
         enough = peak_pages(self.events, lambda group: PagesByPriority() if group in kept else self.inputs(group))
         pool = PoolModel(PoolLayout(PAGE, max(1, enough)))
@@ -95,7 +95,7 @@ def test_rows_of_a_first_step_are_the_table_where_groups_are_alike() -> None:
     table = [list(row) for row in reserve_table(events, lambda group: PagesByPriority(8, 12, 4))]
     reserve = Reserve(PoolLayout(PAGE, 1), CPU, share=1)
     for step in range(2):
-        with torch.device("meta"):  # a default that nothing here may follow
+        with torch.device("meta"):  # the reserve must not use this default device
             reserve.begin_step(events)
         places = set()
         for index, event in enumerate(forwards):

@@ -1,4 +1,4 @@
-"""Where max_rows is the size of something else too, values stay right, or an error says what is unclear."""
+"""If max_rows equals another size too, results remain correct, or an error describes the ambiguity."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,7 +29,7 @@ Weight = Callable[[], Tensor]
 def run_layers(
     layer: Callable[[Tensor, int, Any], Tensor], stash: PagedStash | None, *, takes: RowTensors = RowTensors.GUESSED
 ) -> list[Tensor]:
-    """The gradient of the live rows of [C, C] that go through the layers, each in a context of its own."""
+    """Returns the gradient of the live rows of a [C, C] input through the layers, each in a separate context."""
     x = torch.randn(C, C, generator=torch.Generator().manual_seed(1)).requires_grad_()
     hidden = x * 1.0
     for number in range(LAYERS):
@@ -82,7 +82,7 @@ def test_products_of_ours_know_their_rows_where_all_sizes_coincide(ffn: int, ran
 @pytest.mark.parametrize("experts", [2, C])
 @pytest.mark.parametrize("ffn", [8, 16])
 @pytest.mark.parametrize("rank", [4, 16])
-@pytest.mark.parametrize("pages", [110, 4000])  # with 110 some are computed again
+@pytest.mark.parametrize("pages", [110, 4000])  # with 110 pages some tensors are recomputed
 def test_static_experts_take_their_rows_alone_where_all_sizes_coincide(
     experts: int, ffn: int, rank: int, pages: int
 ) -> None:
@@ -201,7 +201,7 @@ def test_weights_computed_from_parameters_and_constants_are_refused_until_kept(
 
     with pytest.raises(ValueError, match=r"outermost size is max_rows \(16\).*group\.keep\(tensor\)"):
         run(make_stash())
-    if make is not _spectral:  # each use of that one computes another estimate
+    if make is not _spectral:  # each use of _spectral computes a different estimate
         assert_same(run(make_stash(), RowTensors.DECLARED), run(None))
 
 

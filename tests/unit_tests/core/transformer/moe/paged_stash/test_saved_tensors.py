@@ -1,4 +1,4 @@
-"""Which saved tensors have rows, which share memory, and that all kinds of them come back as they were."""
+"""Which saved tensors have rows and which share memory, and that tensors of all kinds are restored unchanged."""
 
 from collections.abc import Callable
 from typing import Any
@@ -50,7 +50,7 @@ def test_what_is_made_of_parameters_alone_is_a_weight() -> None:
 
 
 class Keep(torch.autograd.Function):
-    """Saves tensors and gives those that backward got to a list."""
+    """Saves tensors for backward, and appends the tensors that backward receives to a list."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, got: list[Tensor], *tensors: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ def test_views_of_one_memory_are_stashed_once_and_come_back_with_dtype_and_strid
     expected = [tensor.clone() for tensor in saved]
     assert stash.pool.occupancy_sync().counters[Counter.LIVE_BYTES] == LIVE * (80 + 4 + 8), "gaps are not copied"
     stash.join()
-    gate_up.zero_(), wide.zero_()  # as the next layer does with the buffers of a static dispatch
+    gate_up.zero_(), wide.zero_()  # as the next layer overwrites the buffers of a static dispatch
     y.sum().backward()
     for one, other, original in zip(got, expected, saved):
         assert (one.dtype, one.shape, one.stride()) == (original.dtype, original.shape, original.stride())

@@ -1,4 +1,4 @@
-"""Pools are as large as settings and steps say, against a walk through the step; contradictory settings are named."""
+"""Pool sizes follow from settings and steps, as in a simulated step; contradictory settings raise errors."""
 
 import json
 from math import ceil
@@ -41,14 +41,14 @@ PAGE = 64 * 32 * 4
 
 
 def settings(**fields: Any) -> TransformerConfig:
-    """A model with the stash; cuda and cpu stand for the two factors."""
+    """Returns the configuration of a model with the stash. cuda and cpu: abbreviations of the two size factors."""
     for name in {"cuda", "cpu"} & fields.keys():
         fields[f"moe_paged_stash_buffer_size_factor_{name}"] = fields.pop(name)
     return small_config(**{**MOE, **fields})
 
 
 def events_of(stages: int, layers: int, microbatches: int) -> list[list[StashEvent]]:
-    """Returns the events of each stage; all layers have experts, spread evenly."""
+    """Returns the events of each stage. All layers have experts and are distributed evenly."""
     own = layers // stages
     return [
         list(stash_events(expand(order, [range(stage * own + 1, stage * own + own + 1)])))
@@ -57,7 +57,7 @@ def events_of(stages: int, layers: int, microbatches: int) -> list[list[StashEve
 
 
 def needs_of(config: TransformerConfig, events: list[StashEvent]) -> StepNeeds:
-    """Returns the needs of buffers of FULL rows."""
+    """Returns the step's needs with buffers of FULL rows."""
     return step_needs(config, events, max_rows=FULL, balanced_rows=BALANCED)
 
 
@@ -115,7 +115,7 @@ def test_bytes_overrule_the_factor_and_recomputed_act_takes_no_pages() -> None:
         Priority.INPUT,
         Priority.GATE_UP,
     ]
-    # Frozen weights read no act, adapters do, and keep their narrow rows.
+    # Frozen weights do not read act. Adapters do, and save their narrow rows.
     of_fc1, of_both = (
         settings(lora_rank=4, lora_target_modules=["linear_fc1", *more]) for more in ([], ["linear_fc2"])
     )

@@ -1,4 +1,4 @@
-"""Gradients with and without a stash are the same bits, for all tiers, recompute levels and orders of groups."""
+"""Gradients with and without a stash are bit-identical for all tiers, recompute levels and orders of groups."""
 
 import gc
 import threading
@@ -109,7 +109,7 @@ def test_forwards_that_two_threads_begin_at_once_are_groups_of_their_own(monkeyp
 
     def both_read(name: str) -> StashEvent:
         event = next_forward(name)
-        # The other thread never comes where it waits for this one.
+        # The barrier breaks if the other thread is blocked until this one continues.
         with suppress(threading.BrokenBarrierError):
             both.wait(0.5)
         return event
@@ -154,7 +154,7 @@ def test_the_main_stream_waits_for_releases_not_for_copies_alone(monkeypatch: py
     waited: list[list[str]] = []
     for name in ("restore", "release"):
         monkeypatch.setattr(PagePool, name, note(name))
-    # An event is what was launched before it.
+    # An event is represented by the list of launches before it.
     monkeypatch.setattr(group_memory.SideStream, "behind_main", lambda *_: nullcontext())
     monkeypatch.setattr(group_memory.SideStream, "record", lambda stream: list(launched))
     monkeypatch.setattr(group_memory, "main_waits_for", lambda event, device: waited.append(event or []))
@@ -173,7 +173,7 @@ def test_graphs_of_a_part_wait_for_no_event_of_each_other_nor_anyone_for_theirs(
         assert all(event in (None, graph[0]) for event in events)
         return nullcontext()
 
-    # An event is the graph that it was recorded in.
+    # An event is represented by the graph that recorded it.
     monkeypatch.setattr(group_memory.SideStream, "behind_main", lambda stream, *events: wait(*events))
     monkeypatch.setattr(group_memory.SideStream, "record", lambda stream: graph[0])
     monkeypatch.setattr(group_memory, "record_main", lambda device: graph[0])
@@ -255,7 +255,7 @@ def test_any_order_of_microbatches_gives_the_same_and_returns_all_pages(data: st
                 continue
             number = data.draw(st.sampled_from(sorted(waiting)))
             loss = waiting.pop(number)
-            if data.draw(st.integers(0, 4)):  # else it is never asked for
+            if data.draw(st.integers(0, 4)):  # otherwise backward never runs
                 loss.backward()
                 loss_of(plain(*inputs(seed=number))).backward()
             del loss

@@ -1,4 +1,4 @@
-"""Copies of models that hold a stash, and what a stash remembers of steps."""
+"""Copies of models that contain a stash, and the state that a stash keeps between steps."""
 
 import copy
 import gc
@@ -28,7 +28,7 @@ from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import (
 
 
 class Holder(nn.Module):
-    """A model with the stash that its layers use."""
+    """A model that contains the stash of its layers."""
 
     def __init__(self, stash: PagedStash) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ def test_a_stash_that_is_never_reset_keeps_records_of_a_bounded_number_of_groups
         records += [order["_seen"], order["_forwards"], order["_waiting"]]
         sizes.add(tuple(map(len, records)))
         assert max(map(len, records)) <= 16
-    # Groups of many steps that wait at once are apart.
+    # Groups of several pending steps are distinct.
     waiting = [loss_of(model(*inputs())) for _ in range(3)]
     for loss in waiting:
         model.zero_grad()

@@ -1,4 +1,4 @@
-"""After an exception anywhere the pool is whole, all pages come back, and the next step is as if nothing had been."""
+"""After an exception anywhere the pool is intact, all pages are returned, and the next step is unaffected."""
 
 import gc
 import pkgutil
@@ -43,12 +43,12 @@ PLACES = (
 )
 
 
-# With 0 both ways of going on meet, in turn, over the places and calls; 1 swaps them.
+# The two kinds of cleanup alternate over places and calls, and the value 1 swaps them.
 @pytest.mark.slow
 @pytest.mark.parametrize("resets_at", [0, soak_only(1)])
 @pytest.mark.parametrize("place", PLACES)
 def test_an_exception_leaves_a_pool_that_is_whole(place: str, resets_at: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After every other call, of other parity from place to place, the step is reset, else its graph is dropped."""
+    """After the exception, either the step is reset or its graph is dropped, alternating between calls and places."""
     expected = gradients(Model(None, kind=MarkedExperts, num_layers=2))
     path, _, name = place.rpartition(".")
     owner = pkgutil.resolve_name(path)
@@ -58,7 +58,7 @@ def test_an_exception_leaves_a_pool_that_is_whole(place: str, resets_at: int, mo
         with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
             patch.setattr(owner, name, failing(vars(owner)[name], call))
             gradients(model)
-            raise KeyboardInterrupt  # where there were fewer calls
+            raise KeyboardInterrupt  # if there were fewer calls
         stash.pool.check_integrity_sync()
         if (call + PLACES.index(place)) % 2 == resets_at:
             stash.reset()
@@ -73,7 +73,7 @@ def test_an_exception_leaves_a_pool_that_is_whole(place: str, resets_at: int, mo
 
 
 def failing(function: Callable[..., Any], call: int) -> Callable[..., Any]:
-    """Raises at one call instead, the odd ones before and the even ones after it did its work."""
+    """Wraps the function to raise in its n-th call: before it runs if n is odd, after it if n is even."""
     count = 0
 
     def wrapped(*args: Any, **named: Any) -> Any:
@@ -116,7 +116,7 @@ def test_an_exception_while_dropped_tensors_are_computed_again_can_be_followed_b
         loss.backward()
     model.layers[0].experts.fails = False
     with pytest.raises(RuntimeError, match="second time"):
-        loss.backward()  # torch let go of what its nodes had saved before the exception
+        loss.backward()  # torch released its nodes' saved tensors before the exception
     del loss
     gc.collect()
     assert is_empty_sync(stash)
@@ -203,7 +203,7 @@ def test_a_tensor_changed_in_place_after_its_context_raises_unless_its_copy_is_d
         expected = y.detach() * (1 - y.detach())
         if joins:
             stash.join()
-        y.mul_(2)  # as a shared buffer is written to by whoever has it next
+        y.mul_(2)  # as the next user of a shared buffer overwrites it
     if joins:
         y.sum().backward()
         assert leaf.grad is not None and torch.equal(leaf.grad[:LIVE], 2 * expected[:LIVE])
@@ -226,7 +226,7 @@ def test_a_write_to_what_a_copy_still_reads_is_seen_before_the_main_stream_waits
         calls.append("checked")
         note_changes(reading)
 
-    # Events of a GPU: the copy's end, which the main stream has to wait for before anyone may write.
+    # Simulates GPU events: the main stream must wait for the end of the copy before anyone may write.
     monkeypatch.setattr(group_memory.SideStream, "behind_main", lambda *_: nullcontext())
     monkeypatch.setattr(group_memory.SideStream, "record", lambda _: "copied")
     monkeypatch.setattr(group_memory, "main_waits_for", lambda event, device: calls.append(str(event)))
@@ -236,7 +236,7 @@ def test_a_write_to_what_a_copy_still_reads_is_seen_before_the_main_stream_waits
     for name in ("one", "two"):
         stash.join()
         with torch.no_grad():
-            buffer.copy_(x)  # a dispatch buffer that layers share
+            buffer.copy_(x)  # a dispatch buffer shared by layers
         assert ("checked" in calls) == (name == "two") and calls[-1] == "copied"
         with stash.context(name, LIVE, max_rows=C) as group:
             group.rows(buffer)
@@ -289,7 +289,7 @@ def test_wrong_sizes_are_named(make: Callable[[], Any], message: str) -> None:
 @pytest.mark.parametrize("count", [C + 5, -1])
 def test_a_wrong_count_on_the_device_discards_every_step(count: int) -> None:
     stash = make_stash()
-    for _ in range(3):  # once the order is known, the group's backward comes next, and it gets no pages
+    for _ in range(3):  # once the order is known, the group's backward directly follows, so it receives no pages
         with context_of(stash, torch.tensor(count)) as (_, x):
             y = x.exp()
         y.sum().backward()

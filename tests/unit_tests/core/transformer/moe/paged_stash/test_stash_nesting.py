@@ -1,4 +1,4 @@
-"""A stash inside and around what else hooks into autograd, and beside runs that have no backward."""
+"""A stash combined with other users of autograd's saved-tensor hooks, and with forward passes that have no backward."""
 
 import gc
 from collections.abc import Callable
@@ -58,7 +58,7 @@ def test_inside_a_checkpoint_nothing_is_stashed(around: Callable[..., Tensor]) -
 
 
 class CheckpointedExperts(Experts):
-    """Their forward runs again in backward; what they keep for that is x and probs."""
+    """Experts whose forward is recomputed in backward. They save only x and probs."""
 
     use_reentrant = False
 
@@ -71,7 +71,7 @@ class ReentrantExperts(CheckpointedExperts):
 
 
 class DroppingExperts(Experts):
-    """What runs again has to draw the same numbers again, whatever was drawn in between."""
+    """Experts with dropout. Recomputation must draw the same random numbers, whatever was drawn in between."""
 
     def forward(self, x: Tensor, probs: Tensor, _group: Any = None) -> Tensor:
         def dropped(x: Tensor) -> Tensor:
@@ -127,7 +127,7 @@ def test_frozen_experts_and_inputs_without_grad(kind: type[Experts], frozen: str
         loss_of(model(hidden, probs)).backward()
         return [one.grad for one in (hidden, probs, *model.parameters()) if one.grad is not None]
 
-    stash = make_stash(85, 40 if kind is MarkedExperts else 400)  # 125: some groups drop tensors
+    stash = make_stash(85, 40 if kind is MarkedExperts else 400)  # with 125 pages some groups drop tensors
     expected = run(None)
     for _ in range(2):
         assert_same(run(stash), expected)
@@ -145,7 +145,7 @@ def test_a_second_backward_through_one_graph_gives_the_same() -> None:
         loss.backward(retain_graph=True)
         assert_same([one.grad for one in model.parameters()], expected)
         model.zero_grad()
-        stash.reset()  # what is back stays
+        stash.reset()  # restored tensors remain valid
     del loss
     gc.collect()
     assert is_empty_sync(stash)
@@ -204,10 +204,10 @@ def test_two_stashes_in_one_graph_are_apart() -> None:
 
 @pytest.mark.parametrize("is_known", [True, False])
 def test_a_weight_with_as_many_rows_as_the_buffers_is_left_alone(is_known: bool) -> None:
-    weight = nn.Parameter(torch.randn(C, C), requires_grad=is_known)  # all of it is needed, not the live rows alone
+    weight = nn.Parameter(torch.randn(C, C), requires_grad=is_known)  # backward needs all of it, not only the live rows
 
     def run(stash: PagedStash | None) -> list[Tensor]:
-        used = weight.double().float()  # no Parameter any more where it is frozen
+        used = weight.double().float()  # no longer a Parameter, and if frozen not part of a graph
         x = torch.randn(C, C, generator=torch.Generator().manual_seed(1)).requires_grad_()
         with Model(stash and stash.context).layers[0].context("one", LIVE, max_rows=C) as group:
             if group is not None and not is_known:
@@ -253,7 +253,7 @@ def test_one_compiled_function_serves_several_contexts(backend: str) -> None:
 
     def run(layer: Callable[[int, Tensor], Tensor]) -> list[Tensor]:
         rows: Tensor = x
-        for number in range(3):  # another number has the compiler make it a symbol
+        for number in range(3):  # a different number makes the compiler treat it as symbolic
             rows = layer(number, rows)
         (grad,) = torch.autograd.grad(rows[:LIVE].square().sum(), x)
         assert planned_pages(stash) > 0 and not stash.is_void_sync()

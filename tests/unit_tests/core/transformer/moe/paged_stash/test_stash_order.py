@@ -1,4 +1,4 @@
-"""What a StashOrder predicts is what comes, for every schedule; lists that turn out wrong do no harm."""
+"""Predictions of a StashOrder are correct for every schedule, and wrong predictions do no harm."""
 
 import random
 from itertools import product
@@ -17,7 +17,7 @@ Said = tuple[bool, list[StashEvent], int | None]
 
 
 def follow(order: StashOrder, events: list[StashEvent]) -> list[Said]:
-    """What the order says when each event happens; the step ends after the last."""
+    """Returns the order's predictions at each event; the step ends after the last event."""
     said: list[Said] = []
     for event in events:
         order.observe(event)
@@ -27,7 +27,7 @@ def follow(order: StashOrder, events: list[StashEvent]) -> list[Said]:
 
 
 def read_off(events: list[StashEvent]) -> list[Said]:
-    """The same, with the whole list in sight."""
+    """Returns the correct predictions, derived from the whole list of events."""
     said: list[Said] = []
     forward_groups = [one.group for one in events if one.kind is EventKind.FORWARD]
     for now, event in enumerate(events):
@@ -36,7 +36,7 @@ def read_off(events: list[StashEvent]) -> list[Said]:
         )
         later = list(
             dict.fromkeys(one for one in events[now + 1 :] if one not in events[: now + 1])
-        )  # first parts alone
+        )  # only the first part of a split backward
         coming = [one for one in later if one.kind is EventKind.BACKWARD][:2]
         possible = [StashEvent(EventKind.FORWARD, *one.group) not in later for one in coming]
         said.append((own_next, coming[: [*possible, False].index(False)], forward_groups.index(event.group)))
@@ -84,7 +84,7 @@ def test_departure_lasts_for_the_step_alone() -> None:
     for event in [*events[:2], events[4], events[5]]:
         order.observe(event)
     assert order.departed and order.forward_index(events[0]) is None and not order.is_backward_next(events[2])
-    assert order.upcoming_backwards(events[5], 5) == []  # both groups that ran forward have run backward
+    assert order.upcoming_backwards(events[5], 5) == []  # the backwards of both groups that ran forward are done
     order.abandon_step()
     assert follow(order, events) == read_off(events)
 

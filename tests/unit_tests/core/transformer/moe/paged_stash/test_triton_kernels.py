@@ -1,4 +1,4 @@
-"""The kernels, interpreted on the CPU, do what the operators do: the same bytes, tables, rings and counters."""
+"""Kernels interpreted on the CPU agree with the operators in bytes, tables, rings and counters."""
 
 import importlib
 from collections.abc import Callable
@@ -40,17 +40,17 @@ def test_many_random_operations_agree_with_the_model(interpreted: Interpreted, s
         (100, 108, 900, 4),
         (6, 14, 7000, 2),
         (7, 15, 3000, 1),
-        (7, 7, 20001, 0),  # without gaps: words of 16 bytes, whatever the width
-        (7, 7, 20002, 0),  # and 7 single bytes at the end
+        (7, 7, 20001, 0),  # without gaps: words of 16 bytes for any width
+        (7, 7, 20002, 0),  # ends with 7 single bytes
         (7, 7, 20002, 1),
-        (4096, 2**31 + 16, 3, 0),  # beyond what 32 bits address
+        (4096, 2**31 + 16, 3, 0),  # exceeds 32-bit offsets
     ],
 )
 def test_any_width_and_address_is_copied(
     row_bytes: int, pitch_bytes: int, max_rows: int, offset: int, interpreted: Interpreted
 ) -> None:
     spec = TensorSpec(row_bytes, pitch_bytes, max_rows)
-    # Pages as large as the largest block's, 2 of them on the host, the others at addresses beyond 2**31.
+    # Pages as large as the largest block: 2 on the host, the others at addresses beyond 2**31.
     layout = PoolLayout(page_bytes=4096 * 16, device_pages=2**15 + 20, host_pages=2)
     copy_there_and_back(interpreted("triton_kernels"), spec, rows=max_rows - 1, layout=layout, offset=offset)
 
@@ -107,6 +107,6 @@ def test_no_number_makes_triton_compile_anew(monkeypatch: pytest.MonkeyPatch) ->
             launchers.release(pool.ring, pool.tails, **state)
     assert {name: len(variants) for name, variants in keys.items()} == {
         "plan_kernel": 1,
-        "copy_kernel": 2,  # there and back
+        "copy_kernel": 2,  # to pages and back
         "release_kernel": 1,
     }
