@@ -1,4 +1,4 @@
-"""benchmarks/fixed_cost.py: the operations of its limit, against torch's count in the plain model."""
+"""benchmarks/fixed_cost.py: its count of operations agrees with torch's count for the plain model."""
 
 import pytest
 import torch
@@ -15,11 +15,11 @@ def test_operations_of_a_step_are_those_that_torch_counts(num_layers: int, topk:
     tokens = torch.randint(config.vocab_size, (2, 33))
     with FlopCounterMode(display=False) as counter:
         PlainModel(config)(tokens[:, :-1], tokens[:, 1:]).backward()
-    # The embedding is trained, so every product has gradients of both operands. Attention is left out, because torch
-    # counts its kernel without the causal half.
+    # The embedding is trained, so every GEMM has gradients of both operands. Attention is excluded, because torch
+    # does not count its kernel as causal.
     counted = sum(count for operator, count in counter.get_flop_counts()["Global"].items() if "mm" in str(operator))
     without_attention = operations_of_step(config, tokens=64, sequence=0)
     assert counted == without_attention
     attention = operations_of_step(config, tokens=64, sequence=32) - without_attention
-    # Two products of forward and four of backward, [S, D] x [D, S] for each head, of which causal attention needs half.
+    # Two GEMMs in forward and four in backward, [S, D] x [D, S] per head, of which causal attention needs half.
     assert attention == num_layers * 2 * config.num_heads * 6 * (2 * 32 * 32 * 16) // 2

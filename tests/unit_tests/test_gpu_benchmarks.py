@@ -1,4 +1,4 @@
-"""GPU benchmarks: their programs run small on a CPU, and say what they measured; the page of results is up to date."""
+"""GPU benchmarks: programs run with small sizes on a CPU and report measurements; the results page is up to date."""
 
 import importlib
 import json
@@ -28,7 +28,7 @@ def test_the_page_of_results_is_what_the_results_say() -> None:
 
 
 def run_program(words: list[str]) -> None:
-    """Runs the program of a command line in this process. Its own processes are forks, which have torch imported."""
+    """Runs the program of a command line in this process. Its subprocesses are forks, which have torch imported."""
     words = words[words.index("benchmarks.gpu.checks.launch") + 1 :]
     module = importlib.import_module(words[0])
     with (
@@ -40,7 +40,7 @@ def run_program(words: list[str]) -> None:
 
 @pytest.fixture(scope="module")
 def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder that every program has written its results to, with its arguments of a dry run."""
+    """Returns the folder with the results of a dry run of every program."""
     folder = tmp_path_factory.mktemp("results")
     for name in PROGRAMS:
         command = next(check for check in CHECKS if check.name == name).command(folder, is_dry=True)
@@ -86,8 +86,8 @@ def test_sides_that_do_not_fit_together_run_in_groups_with_the_base() -> None:
 def test_forced_choices_bring_the_rows_that_were_asked_for(routing: str) -> None:
     shape, forced = SMALL["small"], ROUTINGS[routing]
     tables = tables_of(Case("small", shape, routing))
-    assert (tables.sort(dim=-1).values.diff(dim=-1) > 0).all()  # no expert twice
-    own = (tables < shape.num_own).sum(dim=(2, 3)) * RANKS / (shape.seq * shape.topk)  # of each turn and layer
+    assert (tables.sort(dim=-1).values.diff(dim=-1) > 0).all()  # no token has the same expert twice
+    own = (tables < shape.num_own).sum(dim=(2, 3)) * RANKS / (shape.seq * shape.topk)  # per turn and layer
     assert (own <= CAPACITY).all() and abs(own.mean() - forced.mean) < 0.1
     assert (own == 1).all() if routing == "balanced" else own.std() > 0.1
     assert len({tuple(turn.flatten().tolist()) for turn in tables}) == len(tables)

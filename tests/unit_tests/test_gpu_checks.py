@@ -1,6 +1,6 @@
-"""The runner of `make gpu`: what ends how, what is whole after a kill, and that each check has a place and a limit.
+"""The runner of `make gpu`: outcomes of checks, files after a kill, and an entry and time limit for each check.
 
-Runners are processes, as they adopt orphans and take the statuses of all of their children.
+Runners are separate processes, because they adopt orphans and wait for all of their children.
 """
 
 import json
@@ -46,7 +46,7 @@ def runner_of(checks: Sequence[Fake], folder: Path, *options: str) -> subprocess
 
 
 def run(checks: Sequence[Fake], folder: Path, *options: str) -> tuple[int, list[Record]]:
-    """Runs checks to the end; the exit status and the lines of the file."""
+    """Runs checks to the end, and returns the exit status and the records of the results file."""
     process = runner_of(checks, folder, *options)
     output, _ = process.communicate(timeout=60)
     records = Journal(folder).read()
@@ -55,7 +55,7 @@ def run(checks: Sequence[Fake], folder: Path, *options: str) -> tuple[int, list[
 
 
 def program(folder: Path, name: str, text: str) -> str:
-    """The command of a Python program with this text."""
+    """Writes a Python program with this text, and returns the command that runs it."""
     path = folder / f"{name}.py"
     path.write_text(text)
     return f"{sys.executable} -X faulthandler {path}"
@@ -205,7 +205,7 @@ def test_descendants_in_sessions_of_their_own_end_with_their_check(tmp_path: Pat
     pids = pids_in(tmp_path / "pids")
     assert len(pids) == 3 and not any(map(is_alive, pids))
     assert record.orphans == 2
-    # SIGINT came first, and Python said where it was.
+    # SIGINT was sent first, and Python printed the traceback.
     assert (tmp_path / "interrupted").exists() is not outlived
     assert any("time.sleep(float" in line for line in record.output) is not outlived
     assert (record.verdict, status) == ((Verdict.PASSED, 0) if outlived else (Verdict.TIMED_OUT, 1))
@@ -269,7 +269,7 @@ def test_a_runner_that_is_killed_anywhere_leaves_whole_lines_and_is_resumed(
         until(lambda: any(record.check == name for record in Journal(tmp_path).read()))
     process.kill()
     process.communicate()
-    # The program dies with its runner.
+    # The program is killed together with its runner.
     until(lambda: not any(is_alive(pid) for _, _, words, _ in four for pid in pids_in(Path(words.split()[-1]))))
     path = tmp_path / "checks.jsonl"
     ended = [json.loads(line)["check"] for line in path.read_text().splitlines()] if path.exists() else []
@@ -289,12 +289,12 @@ def test_orphans_of_a_killed_runner_end_when_the_next_one_starts(tmp_path: Path)
     process.kill()
     process.communicate()
     pids = pids_in(tmp_path / "pids")
-    until(lambda: sum(map(is_alive, pids)) == 2)  # the program itself dies with its runner
+    until(lambda: sum(map(is_alive, pids)) == 2)  # the program is killed together with its runner
     status, records = run([("next", 1, "true", 9)], tmp_path, "--resume")
     verdicts = [(record.check, record.verdict.value) for record in records]
     assert verdicts == [("stubborn", "interrupted"), ("next", "passed")]
     assert records[0].orphans == 1 and status == 0
-    # The other one was started without the variable and has lost its parent: nothing says whose it was.
+    # The remaining process has no marker variable and no parent, so the runner cannot attribute it to a check.
     (unmarked,) = filter(is_alive, pids)
     os.kill(unmarked, signal.SIGKILL)
 
@@ -318,7 +318,7 @@ def test_a_call_that_runs_out_of_time_leaves_the_rest_to_the_next_one(tmp_path: 
     status, records = run(four, tmp_path, "--call", "2", "--resume")
     assert status == 0
     assert [(record.check, record.verdict.value) for record in records[2:]] == [(name, "passed") for name in "abcd"]
-    # Nothing is left, unless the files are others.
+    # No check is left to run, unless source files have changed.
     assert len(run(four, tmp_path, "--resume")[1]) == len(records)
     path = tmp_path / "checks.jsonl"
     path.write_text(path.read_text().replace(records[-1].where.files, "0123456789abcdef"))
@@ -342,7 +342,7 @@ def test_an_elastic_check_takes_what_earlier_ones_left_but_nothing_of_later_ones
 
 @pytest.mark.slow
 def test_a_gpu_that_torch_does_not_see_passes_no_check(tmp_path: Path) -> None:
-    """A CPU stands in for it in dry runs alone."""
+    """Only dry runs may use a CPU instead of a GPU."""
     tool = tmp_path / "nvidia-smi"
     tool.write_text("#!/bin/sh\necho NVIDIA H200\n")
     tool.chmod(0o755)
@@ -362,7 +362,7 @@ def test_a_named_check_runs_though_it_has_a_verdict(tmp_path: Path, four: list[F
 
 @pytest.mark.soak
 def test_a_dry_run_of_all_checks_succeeds_on_a_cpu(tmp_path: Path) -> None:
-    """In `make test`, tests above run other checks, and test_gpu_benchmarks.py runs the benchmarks small."""
+    """In `make test`, the tests above run other checks, and test_gpu_benchmarks.py runs small benchmarks."""
     words = [sys.executable, "benchmarks/gpu/run_all.py", "--dry-run", "--out", str(tmp_path)]
     ran = subprocess.run([*words, "--minutes", "30"], cwd=ROOT, capture_output=True, text=True, timeout=1800)
     records = Journal(tmp_path).read()

@@ -1,4 +1,4 @@
-"""The harness itself: values, failures, hangs and isolation of rank functions. No megatron code is tested here."""
+"""The test harness: return values, failures, hangs and isolation of rank functions. Tests no megatron code."""
 
 import os
 import random
@@ -38,7 +38,7 @@ def _fail_in_agreement_on_rank_1() -> None:
 
 
 def _leave_a_child(outlives: bool) -> int:
-    """Forks a process out of reach of what ends the rank's group; returns its number."""
+    """Forks a process outside the rank's process group, which the harness kills. Returns its process id."""
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -47,7 +47,7 @@ def _leave_a_child(outlives: bool) -> int:
         if outlives:
             signal.pause()
         os._exit(0)
-    # Else the rank's group may be ended before the child has left it.
+    # Otherwise the rank's group may be killed before the child has left it.
     os.read(told, 1)
     return child
 

@@ -1,4 +1,4 @@
-"""Seeded faults in a small project: which tests are chosen, what counts as noticed, and that a run goes on."""
+"""Seeded faults in a small project: selection of tests, criteria for detection, and continuation of a run."""
 
 import json
 import subprocess
@@ -77,7 +77,7 @@ LINES = {
 }
 NUMBERS = "megatron/core/numbers.py"
 TEST_FILE = "tests/test_numbers.py"
-MORE = "tests/test_more.py"  # only in the first of two commits
+MORE = "tests/test_more.py"  # exists only in the first of two commits
 MORE_TESTS = """from megatron.core.numbers import unused
 
 
@@ -99,7 +99,7 @@ def mutant(name: str = "a", *, old: str = "a", new: str = "b", file: str = NUMBE
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with one module, its tests, a record and faults."""
+    """Creates a repository with one module, its tests, a recording and faults."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     root = tmp_path / "project"
     files = {
@@ -162,16 +162,16 @@ def test_faults_are_noticed_by_failures_hangs_and_imports_but_not_by_broken_test
     table = (project.parent / "results.txt").read_text()
     assert "make test-fast notices 3 of 5 faults, make test 4" in table
     assert "not noticed: by none" in table and "0 of 1 slow tests" in table
-    # Nothing has changed since, so nothing runs.
+    # Nothing has changed, so no test runs.
     capsys.readouterr()
     assert run(project, record) == 1
     assert " tests, " not in capsys.readouterr().out.partition("make test-fast")[0]
-    # The older suite had a test of the property.
+    # An older suite had a test that detects the fault.
     assert run(project, "--base", "HEAD~1") == 1
     out = capsys.readouterr().out
     assert f"by none: fast: {MORE}::test_unused (" in out and "the 5 faults that this suite or that of" in out
     assert "make test-fast notices 60.0%, make test 80.0%" in out
-    # With it, only the fault that was not noticed runs.
+    # With the restored test, only the undetected fault runs.
     git(project, "revert", "--no-edit", "HEAD")
     assert run(project, record) == 0
     out = capsys.readouterr().out
@@ -214,7 +214,7 @@ def test_a_fault_concerns_its_statement_its_function_then_its_file(tmp_path: Pat
         {NUMBERS: {12}},
         {NUMBERS: {12, 13, 14, 15}},
     ]
-    # A constant, and what a cached function does, are recorded for one test at most.
+    # Lines of a constant or of a cached function are recorded for at most one test.
     for old in ("RATE = 3", "return RATE"):
         assert levels_of(mutant(old=old, new="pass"), tmp_path) == [bodies]
 

@@ -18,7 +18,7 @@ def _stage_zero_without_overlap(case: Case) -> bool:
 def test_every_two_values_meet_in_far_fewer_cases_than_the_product() -> None:
     cases = pairwise(dtype=DTYPES, stage=STAGES, overlap=SWITCH, accumulate=SWITCH)
     assert len(_meetings(cases)) == 3 * 3 + 2 * 3 * 2 + 2 * 3 * 2 + 2 * 2
-    assert len(cases) <= 12  # of 36; nine are the least
+    assert len(cases) <= 12  # of 36; the minimum is nine
 
 
 def test_every_two_values_that_an_allowed_case_has_meet_and_no_other_case_is_chosen() -> None:

@@ -1,4 +1,4 @@
-"""A recorded run of tests has, for each test, the lines that its own process, its ranks and its programs ran."""
+"""A recorded test run lists, for each test, the lines that its process, its ranks and its programs executed."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def test_costs_are_summed_over_ranks_and_count_programs_once() -> None:
 
 
 def test_the_sum_of_costs_is_that_of_the_rows() -> None:
-    # A program that two processes record, as one under another.
+    # A program recorded by two processes, for example when one runs under the other.
     records = [record("a.py::x"), record("a.py::x", "program", cpu=3.0), record("b.py::y", children=5.0)]
     _, total, *rows = table.costs(records, by_test=False)
     assert float(total[3]) == pytest.approx(sum(float(row[3]) for row in rows), abs=0.1)
@@ -73,7 +73,7 @@ def test_lost_lines_are_those_that_stand_and_ran_before() -> None:
 def test_a_recorded_run_has_the_lines_of_ranks_and_of_programs(tmp_path: Path) -> None:
     tests = ["test_harness.py", "core/test_timers.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.recording.plugin", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "RECORD_TESTS": str(tmp_path), "PYTHONPATH": ""}  # else pytest itself is a program
+    environment = {**os.environ, "RECORD_TESTS": str(tmp_path), "PYTHONPATH": ""}  # else pytest itself is a recorded program
     paths = [str(ROOT / "tests/unit_tests" / name) for name in tests]
     subprocess.run([*command, "-k", "rank_order or adds_intervals", *paths], cwd=ROOT, env=environment, check=True)
     records: list[dict[str, Any]] = [
@@ -85,5 +85,5 @@ def test_a_recorded_run_has_the_lines_of_ranks_and_of_programs(tmp_path: Path) -
 
 
 def _changed(name: str) -> bool:
-    """Whether the file differs from the last commit: its lines have moved."""
+    """Returns whether the file differs from the last commit, so that its line numbers may have changed."""
     return subprocess.run(["git", "diff", "--quiet", "HEAD", "--", name], cwd=ROOT, check=False).returncode != 0

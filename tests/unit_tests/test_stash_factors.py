@@ -1,4 +1,4 @@
-"""benchmarks/stash_factors.py: what it counts of a run whose routing is written by hand."""
+"""benchmarks/stash_factors.py: factors needed by a run with hand-written routing."""
 
 from pathlib import Path
 
@@ -28,7 +28,7 @@ from megatron.training.callbacks.routing_trace import RoutingHeader
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.routing_traces import write_trace
 
-# Tokens of each of 4 experts, two choices of 32 tokens. The first two experts are on the first rank.
+# Tokens of each of 4 experts, with two choices for 32 tokens. The first two experts are on the first rank.
 BALANCED, SKEWED, ALL_ON_ONE = [16, 16, 16, 16], [24, 24, 8, 8], [32, 32, 0, 0]
 FLAGS: Flags = {
     "num-layers": 4,
@@ -43,7 +43,7 @@ FLAGS: Flags = {
 
 
 def small_run(tmp_path: Path, steps: list[list[int]]) -> tuple[PlannedRun, list[RoutingSpan]]:
-    """A run of two ranks whose layers all have the tokens of `steps`, and its steps."""
+    """Plans a run of two ranks in which all layers have the token counts of `steps`. Also returns its routing steps."""
     words = command_line({**read_bases()["moe"], **FLAGS})
     header = RoutingHeader.of(validate_args(parse_args(argv=[*words, "--dry-run", "--world-size", "2"])))
     tokens = ({layer: torch.tensor([[counts] * 2]) for layer in header.layers} for counts in steps)
@@ -53,7 +53,7 @@ def small_run(tmp_path: Path, steps: list[list[int]]) -> tuple[PlannedRun, list[
 
 def test_factors_are_those_of_the_worst_rank_by_part_of_the_run(tmp_path: Path) -> None:
     run, spans = small_run(tmp_path, [ALL_ON_ONE] * 10 + [SKEWED] * 40 + [BALANCED] * 10)
-    assert num_groups(run) == 3  # the last layer's backward follows at once
+    assert num_groups(run) == 3  # the last layer's backward directly follows its forward
     found = figures_of(run, spans)
     for what in ("rows", "pages"):
         assert [found[what][part] for part in found[what]] == [

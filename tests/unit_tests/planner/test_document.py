@@ -1,4 +1,4 @@
-"""What a plan is written as: its JSON, its page, the lines about time; and which rank is planned."""
+"""Output of a plan: JSON, page and lines about time; and the choice of the planning rank."""
 
 import argparse
 import json
@@ -65,7 +65,7 @@ def _stage(number: int, stages: int) -> RankPlan:
 
 
 def _args(stages: int) -> argparse.Namespace:
-    """Returns the arguments that a plan of hand-made stages reads."""
+    """Returns the arguments that a plan of hand-written stages reads."""
     sizes = {
         "world_size": stages * 16,
         "tensor_model_parallel_size": 2,
@@ -150,7 +150,7 @@ def test_the_line_of_the_devices_memory_stands_where_its_gibibytes_are() -> None
     memory, *_ = embedded_figures(page(_document(device=replace(planned_device({}), memory_gib=17.0))))
     assert memory["layout"]["annotations"][-1]["text"] == "H100: 17 GiB"
     assert memory["layout"]["shapes"][0]["x0"] == memory["layout"]["annotations"][-1]["x"] == 17.0
-    # 4 + 2 + 0.5 GiB of activations and the persistent 12 GiB of the first stage, and what passes need.
+    # 6.5 GiB of activations, the first stage's 12 GiB of persistent memory, and temporary memory of passes.
     document = _document()
     peaks = [stage["peak"] / GIB for stage in document["stages"]]
     memory, *_ = embedded_figures(page(document))

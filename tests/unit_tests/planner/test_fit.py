@@ -24,7 +24,7 @@ GIB = 2**30
 ALWAYS = {"global-batch-size": 8}
 ZERO_1, ZERO_2 = ("--use-distributed-optimizer",), ("--optimizer", "distributed_fused_adam", "--overlap-grad-reduce")
 
-# Prints the plan for a device of `memory` bytes, as the command line does, and returns the line on the fit.
+# Prints the plan for a device of `memory` bytes, like the command line, and returns the line about the fit.
 Verdict = Callable[..., str]
 
 

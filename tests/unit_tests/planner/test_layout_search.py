@@ -64,7 +64,7 @@ def test_measured_steps_equal_dry_runs(model: tuple[str, ...], words: str) -> No
     given = ["--model", *model, *FLAGS.split(), *words.split()]
     request = read_request(given, world_size=RANKS, devices_per_node=device.devices_per_node)
     costs = _costs(request, device)
-    # The first layout has size 1 for every size that the flags do not set.
+    # In the first layout, all sizes that the flags do not set are 1.
     layout = next(iter(request.space.layouts()))
     advice = costs.advice(layout)
     assert advice is not None, costs.last_refusal

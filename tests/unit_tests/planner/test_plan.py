@@ -90,7 +90,7 @@ def test_flex_backends_are_planned_without_their_libraries(backend: str) -> None
     flex: Flags = {"moe-token-dispatcher-type": "flex", "moe-flex-dispatcher-backend": backend}
     plan, lines = planned("moe", {**experts, **flex}, ranks=2)
     same, _ = planned("moe", {**experts, "moe-token-dispatcher-type": "alltoall"}, ranks=2)
-    # The flex dispatcher keeps the largest demand of its dispatches too, in two kernels per layer.
+    # The flex dispatcher also keeps the largest demand of its dispatches, in two kernels per layer.
     (stage,), (all_to_all,) = plan.stages, same.stages
     assert (
         replace(stage, chunks=()) == replace(all_to_all, chunks=())

@@ -48,7 +48,7 @@ def test_flops_of_all_ranks_equal_those_of_the_log(base: str, flags: Flags, rank
     backward = sum(_flops(chunk.backward) for chunk in chunks)
     attention = sum(_flops(chunk.forward, Unit.ATTENTION) for chunk in chunks)
     assert attention > 0
-    # Fused attention recomputes its scores in backward, which the log does not count.
+    # Fused attention recomputes its scores in backward, which the log's FLOPs exclude.
     assert backward == pytest.approx(2 * forward + 0.5 * attention)
     copies = ranks // len(plan.stages)
     samples = 2 * (copies if base == "moe" else 1)

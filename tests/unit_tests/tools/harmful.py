@@ -1,11 +1,11 @@
-"""An object that does harm where a file of it is unpickled. No test here."""
+"""An object whose unpickling has a visible side effect. Contains no tests."""
 
 import os
 from typing import Any
 
 
 class Harmful:
-    """Makes the folder that the environment variable HARM names, where it is unpickled."""
+    """Creates the folder named by the environment variable HARM when it is unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (os.environ["HARM"],)

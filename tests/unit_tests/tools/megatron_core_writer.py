@@ -1,4 +1,4 @@
-"""Writes tensors as Megatron-Core's distributed checkpoints do: boxes of stacked tensors, by torch's own writer."""
+"""Writes distributed checkpoints like Megatron-Core's: boxes of stacked tensors, written by torch."""
 
 import argparse
 import io
@@ -13,11 +13,11 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
 
-Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and shape of each
+Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and shape of each box
 
 
 class _BoxPlanner(SavePlanner):
-    """tensors: whole tensors and their boxes; objects: bytes by key."""
+    """Plans writes of boxes. tensors: whole tensors and their boxes; objects: bytes by key."""
 
     def __init__(self, tensors: dict[str, tuple[Tensor, Boxes]], objects: dict[str, bytes]) -> None:
         self._tensors, self._objects = tensors, objects
@@ -43,7 +43,7 @@ class _BoxPlanner(SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         plans, metadata = create_default_global_save_plan(all_plans)
-        # As Megatron-Core: to compare the plans of the next save with.
+        # Like Megatron-Core, which compares them with the plans of the next save.
         metadata.all_local_plans = all_plans
         return plans, metadata
 
@@ -61,9 +61,9 @@ class _BoxPlanner(SavePlanner):
 def write_megatron_core(
     folder: Path, tensors: dict[str, tuple[Tensor, Boxes]], *, args: dict[str, Any] | None, iteration: int | None
 ) -> None:
-    """A checkpoint in `folder`, with what a run keeps beside weights."""
+    """Writes a checkpoint into `folder`, with data that a run stores in addition to weights."""
     objects = {"decoder.layers.mlp.linear_fc1._extra_state/shard_0_2": b"", "rng_state/shard_0_1": b"state"}
-    # A moment of one parameter alone, without a step count: no optimizer state to go on from.
+    # Only one parameter has a moment, and there is no step count, so the optimizer state cannot be resumed.
     moment = {
         f"optimizer.state.exp_avg.{key}": tensors[key] for key in ("decoder.final_layernorm.weight",) if key in tensors
     }

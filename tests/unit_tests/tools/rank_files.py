@@ -1,4 +1,4 @@
-"""Megatron's older checkpoints, cut by hand into a file for each rank. Holds no tests."""
+"""Megatron's older checkpoints, with one hand-split file per rank. Contains no tests."""
 
 import argparse
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import AttnBackend
 from megatron.training.arguments import parse_args
 from megatron.training.gpt_builder import build_gpt
 
-# Two groups of two query heads; layers 0 and 2 dense, 1 and 3 of four experts; two padding rows on each of two ranks.
+# Two groups of two query heads; layers 0 and 2 are dense, 1 and 3 have four experts. Two ranks have padding rows.
 HIDDEN, HEADS, GROUPS, WIDTH, FFN, EXPERTS, LAYERS, VOCAB, PADDED = 16, 4, 2, 4, 24, 4, 4, 61, 64
 SHAPE: dict[str, Any] = {
     "num_layers": LAYERS,
@@ -38,7 +38,7 @@ SHAPE: dict[str, Any] = {
     "moe_router_enable_expert_bias": True,
     "moe_shared_expert_intermediate_size": 8,
 }
-# Norms inside the linear layers behind them.
+# Norms that are stored inside the linear layers that follow them.
 INSIDE = {
     "input_layernorm.weight": "self_attention.linear_qkv.layer_norm_weight",
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj.layer_norm_weight",
@@ -49,7 +49,7 @@ TENSOR = PIPELINE = EXPERT = 2
 
 
 def whole_model(shape: dict[str, Any]) -> GPTModel:
-    """The model that the files hold, with random weights of one seed."""
+    """Builds the model stored in the files, with random weights from a fixed seed."""
     args = parse_args(argv=[])
     vars(args).update(shape, padded_vocab_size=VOCAB, unpadded_vocab_size=VOCAB, params_dtype=torch.float32)
     torch.manual_seed(3)
@@ -64,12 +64,12 @@ def _cut(tensor: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
 
 
 def _of_rank(name: str, whole: Tensor, tensor_rank: int) -> Tensor:
-    """The part that a tensor-parallel rank has of a parameter that is in every kind of layer."""
+    """Returns a tensor-parallel rank's part of a parameter that exists in dense and in expert layers."""
     if name.startswith(("embedding.word", "output_layer")):
         padded = torch.cat([whole, torch.zeros(PADDED - VOCAB, HIDDEN)])
         return _cut(padded, 0, rank=tensor_rank, size=TENSOR)
     if "linear_qkv" in name or name.endswith("up_proj.weight"):
-        # A rank has whole groups of query heads.
+        # Each rank has whole groups of query heads.
         return _cut(whole, 0, rank=tensor_rank, size=TENSOR)
     if name.endswith("linear_fc1.weight"):
         return torch.cat([_cut(half, 0, rank=tensor_rank, size=TENSOR) for half in whole.chunk(2)])
@@ -79,7 +79,7 @@ def _of_rank(name: str, whole: Tensor, tensor_rank: int) -> Tensor:
 
 
 def files_of(model: GPTModel, style: str) -> Iterator[tuple[str, dict[str, Tensor]]]:
-    """Folder and parameters of each rank. style: as one of Megatron's implementations names and stacks them."""
+    """Yields folder and parameters of each rank. style: Megatron implementation whose names and stacking are used."""
     state = model.state_dict()
     for tensor in range(TENSOR):
         for stage in range(PIPELINE):
@@ -115,7 +115,7 @@ def _legacy_names(
         inner = f"mlp.experts.{rest}{here}" if style == "engine" else f"mlp.experts.local_experts.{here}.{rest}"
     elif style == "engine" and inner in INSIDE and (is_latent != inner.startswith("input")):
         inner = INSIDE[inner]
-        yield prefix + inner.replace("layer_norm_weight", "_extra_state"), part  # not a weight, whatever it is
+        yield prefix + inner.replace("layer_norm_weight", "_extra_state"), part  # never a weight
     elif style == "engine" and inner == "pre_mlp_layernorm.weight" and int(layer) % 2 == 0:
         inner = "mlp.linear_fc1.layer_norm_weight"
     yield prefix + inner, part
@@ -132,7 +132,7 @@ def _stack_experts(chunk: dict[str, Tensor]) -> None:
 
 
 def write_files(model: GPTModel, folder: Path, style: str, *, shape: dict[str, Any] = SHAPE, **changes: Any) -> None:
-    """Writes the files of all ranks into a folder; changes: of arguments that they hold."""
+    """Writes the files of all ranks into a folder. changes: modified arguments in the files."""
     args = {
         **shape,
         "tensor_model_parallel_size": TENSOR,

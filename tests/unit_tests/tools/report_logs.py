@@ -1,9 +1,9 @@
-"""Logs with every field that a run may leave, and what a browser is asked of a report's page. Holds no tests."""
+"""Logs with every field that a run may write, and browser queries about a report's page. Contains no tests."""
 
 import json
 from pathlib import Path
 
-# Of each diagram: marks that were drawn, titles of axes, and texts that stick out of it; of the page, what is wider.
+# For each diagram: drawn marks, axis titles, and texts outside its area. For the page: elements that are too wide.
 PAGE_FACTS = """({
   width: document.documentElement.scrollWidth, text: document.body.innerText,
   drawn: [...document.querySelectorAll(".plot")].map(plot => [plot.parentElement.id,
@@ -51,7 +51,7 @@ RECORD = {
 
 
 def write_log(folder: Path, num_steps: int, *, layers: int = 2, extra: str = "", **record: object) -> Path:
-    """A run with every field that a log may have; `extra` is added to its last lines as it is."""
+    """Writes the log of a run with every possible field. extra: appended verbatim to the last lines."""
     folder.mkdir()
     lines = []
     for step in range(1, num_steps + 1):

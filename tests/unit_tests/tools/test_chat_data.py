@@ -1,4 +1,4 @@
-"""Chats of JSON lines become tokens, loss masks and packed documents; the loss of a run is that of the answers."""
+"""Chats in JSON lines become tokens, loss masks and packed documents; the training loss covers only the answers."""
 
 import json
 from collections import Counter
@@ -29,7 +29,7 @@ def chat(question: str, answer: str) -> dict:
 
 
 def run(folder: Path, records: list, *words: str) -> list[tuple[str, str]]:
-    """(text of a document, where it is learned), the second in 0 and 1; the end of a document is shown as $."""
+    """Returns each document's text, with $ for its end, and its loss mask as a string of 0 and 1."""
     (folder / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     (folder / "t.jinja").write_text(TEMPLATE)
     files = ["--input", str(folder / "a.jsonl"), "--output-prefix", str(folder / "out")]
@@ -44,7 +44,7 @@ def test_the_answers_alone_are_learned_and_what_cannot_be_read_is_named(tmp_path
     bad = [{"messages": "no"}, {"messages": [{"text": 1}]}, {"body": []}, {"messages": ["a"]}, {"messages": []}]
     silent = {"messages": [{"role": "user", "content": "q"}]}
     found = run(tmp_path, [chat("ab", "cd"), silent, shared, *bad], "--append-eod")
-    # The answer ends without a token of its own: the end of the document is part of it.
+    # The answer has no end token, so the end of the document belongs to it.
     assert found == [("u:aba:cd$", "000000111"), ("u:qa:rs$", "00000111")]
     out, err = capsys.readouterr()
     assert "2 documents, 1 chats without an answer skipped, 17 tokens" in out and "skipped 5 bad lines" in err
@@ -75,7 +75,7 @@ def test_packing_keeps_every_chat_once_and_fills_half_at_least(lengths: list[int
     runs = Counter(int(token) for one in documents for token in one.tokens if token)
     assert runs == Counter({number + 1: length for number, length in enumerate(lengths)})
     assert all(sum((chat.tokens[0] == one.tokens).any() for one in documents) == 1 for chat in chats)
-    # No two documents that could be one, but for the last.
+    # No two documents fit into one, except for the last document.
     assert len(documents) <= 1 or sum(lengths) > capacity * len(documents) / 2
 
 

@@ -1,4 +1,4 @@
-"""tools/checkpoint.py: what it says of checkpoints that are whole, damaged, different, or too many."""
+"""tools/checkpoint.py: output for complete, damaged and different checkpoints, and for too many of them."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ TENSORS = {
 
 
 def write(root: Path, iteration: int, changed: dict[str, torch.Tensor] | None = None) -> Path:
-    """A checkpoint of two tensors and a generator; changed: by key, others or more."""
+    """Writes a checkpoint of two tensors and a random generator. changed: replaced or added tensors by key."""
     tensors = [ShardedTensor.whole(key, value.clone()) for key, value in {**TENSORS, **(changed or {})}.items()]
     common = {"iteration": iteration, "args": {"world_size": 1, "lr": 0.1}, "frozen": []}
     save_items(tensors, iteration_folder(root, iteration), common={**common, "train_state": {}, "contents": {}})
@@ -28,7 +28,7 @@ def write(root: Path, iteration: int, changed: dict[str, torch.Tensor] | None = 
 
 
 def flip(folder: Path, key: str) -> str:
-    """Changes one bit of a tensor's piece; returns the file's name."""
+    """Flips one bit of a tensor's piece, and returns the file name."""
     for name, entry in read_manifest(folder).items():
         for piece in entry.pieces:
             if piece.key == key:

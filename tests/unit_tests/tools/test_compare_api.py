@@ -1,4 +1,4 @@
-"""Comparing public names: reading the list of them, and the verdicts on calls, fields and classes."""
+"""Comparison of public names: reading the list of names, and verdicts on calls, fields and classes."""
 
 import sys
 from dataclasses import dataclass
@@ -51,7 +51,7 @@ thing()
 
 
 class Thing:
-    """A class with a constructor, a property and a method of one name each."""
+    """A class with a constructor, a property and a method."""
 
     def __init__(self, size: int, dtype: Any = None, *, ours: int = 3) -> None:
         self._size = size
@@ -201,6 +201,6 @@ def test_the_page_has_the_table_of_the_code() -> None:
 
 
 def test_most_names_whose_capability_is_here_are_the_same() -> None:
-    """A public call of Megatron-LM's that works here must go on to work."""
+    """Requires that most of Megatron-LM's public calls with a counterpart here work unchanged."""
     found = counts(compare_all())
     assert found[Verdict.SAME] / sum(found.values()) >= 0.95

@@ -1,4 +1,4 @@
-"""compare_runs.py: where runs part, in which field, by how much."""
+"""compare_runs.py: the first difference between runs, its field, and its size."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from megatron.tools.run_log import read_run
 
 
 def write_run(folder: Path, steps: range, *, flags: dict | None = None, **changed: dict[int, object]) -> Path:
-    """A log whose numbers depend on the step alone, but for `changed`: field to step to value."""
+    """Writes a log with values that depend only on the step. changed: value by step for each overridden field."""
     folder.mkdir(parents=True, exist_ok=True)
     lines = []
     for step in steps:

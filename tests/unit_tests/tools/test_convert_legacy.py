@@ -1,4 +1,4 @@
-"""Megatron's files of one rank each, cut by hand here, and canonical checkpoints give the same weights both ways."""
+"""Conversion between Megatron files of each rank, split by hand, and canonical checkpoints keeps all weights."""
 
 import argparse
 import pickle
@@ -86,12 +86,12 @@ def test_files_of_every_rank_become_one_checkpoint_and_files_again(
     for name, chunk in expected.items():
         kept = {key: tensor for key, tensor in chunk.items() if not key.endswith("_extra_state")}
         assert not differences(read_legacy(written / name / "model_optim_rng.pt").chunks[0], kept)
-    # Another layout holds the same: back again it is what it was.
+    # A round trip through a different layout returns the same weights.
     convert("torch_dist", "torch", tmp_path / "ours", tmp_path / "other", "--target-pipeline-parallel-size", "4")
     convert("torch", "torch_dist", tmp_path / "other", tmp_path / "last")
     dist_checkpointing.load_items(model_sharded_tensors(loaded), tmp_path / "last" / folder.name)
     assert not differences(loaded.state_dict(), model.state_dict())
-    # What is there may be a run's own, with its optimizer's state.
+    # An existing checkpoint is not overwritten, because it may contain optimizer state.
     with pytest.raises(SystemExit):
         convert("torch", "torch_dist", tmp_path / "other", tmp_path / "last")
 
@@ -129,7 +129,7 @@ def test_what_is_no_such_checkpoint_is_named(
         return capsys.readouterr().err
 
     key = "decoder.layers.0.self_attention.linear_proj.weight"
-    # The file is of the second stage.
+    # The file belongs to the second stage.
     named = key.replace("0", "2")
     torch.save({**content, "model": {**content["model"], key: torch.ones(3)}}, files[3])
     assert f"{files[3]} has {named} with shape [3]: must be [16, 8]" in refusal()

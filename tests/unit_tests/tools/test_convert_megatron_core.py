@@ -1,6 +1,6 @@
-"""Megatron-Core's distributed checkpoints become canonical ones; keys, shapes and boxes are those that it wrote itself.
+"""Megatron-Core's distributed checkpoints become canonical ones. Keys, shapes and boxes come from real checkpoints.
 
-megatron_core_facts.json has what real checkpoints of the package hold, see write_megatron_core_facts.py.
+megatron_core_facts.json describes checkpoints written by the package. See write_megatron_core_facts.py.
 """
 
 import argparse
@@ -44,7 +44,7 @@ def model_of(case: str) -> GPTModel:
 
 
 def stored_as(name: str, tensor: Tensor, case: str) -> list[tuple[str, tuple[int, ...], Tensor]]:
-    """Key, place among layers and experts that are stacked, and value, of one of the model's tensors."""
+    """Returns (key, index among stacked layers and experts, value) of a model tensor in Megatron-Core's format."""
     if name.startswith(("embedding.word", "output_layer")):
         padding = tensor.new_zeros(FACTS[case]["args"]["padded_vocab_size"] - len(tensor), tensor.shape[1])
         return [(name, (), torch.cat([tensor, padding]))]
@@ -68,7 +68,7 @@ def stored_as(name: str, tensor: Tensor, case: str) -> list[tuple[str, tuple[int
 
 
 def stored_tensors(model: GPTModel, case: str) -> dict[str, tuple[Tensor, Boxes]]:
-    """What Megatron-Core would write of the model, in the boxes that it did write."""
+    """Returns the tensors that Megatron-Core would write for the model, with the boxes of its real checkpoints."""
     rows: dict[str, dict[tuple[int, ...], Tensor]] = {}
     for name, tensor in model.state_dict().items():
         for key, row, value in stored_as(name, tensor, case):
@@ -101,7 +101,7 @@ def test_checkpoints_in_the_layouts_of_the_real_package_load_bit_for_bit(
 ) -> None:
     model = model_of(case)
     tensors = stored_tensors(model, case)
-    # Nothing more and nothing less than the real package wrote.
+    # Exactly the tensors that the real package wrote.
     assert {key: list(whole.shape) for key, (whole, _) in tensors.items()} == {
         key: shape for key, (shape, _) in FACTS[case]["tensors"].items()
     }
@@ -128,7 +128,7 @@ INSIDE = {
 
 @pytest.mark.parametrize("case", ["experts, tensor-parallel 2", "latent attention, multi-token prediction"])
 def test_norms_are_found_under_the_names_of_either_implementation_of_layers(case: str, tmp_path: Path) -> None:
-    """Transformer Engine's layers have norms inside the linear layer behind them, but for that before a router."""
+    """Transformer Engine stores norms in the linear layer that follows, except for the norm before a router."""
     model = model_of(case)
     tensors = stored_tensors(model, case)
     if case.startswith("experts"):
@@ -158,7 +158,7 @@ def test_a_run_that_loads_such_files_as_they_are_is_told_what_to_do(tmp_path: Pa
 
 
 def test_without_arguments_the_flags_of_the_model_come_from_a_file(tmp_path: Path) -> None:
-    """As programs write it that have Megatron-Core alone: no iteration, keys of a wrapped model, bf16."""
+    """Reads a checkpoint of a program that uses only Megatron-Core: no iteration, keys of a wrapped model, bf16."""
     model = model_of(GATED).bfloat16()
     tensors = {f"module.{key}": value for key, value in stored_tensors(model, GATED).items()}
     write_megatron_core(tmp_path / "theirs", tensors, args=None, iteration=None)
@@ -241,7 +241,7 @@ def test_damaged_files_and_other_formats_are_named(
         path.write_bytes(kept[path])
         return message
 
-    # Not any byte: the padding between tensors is read by nobody.
+    # Flips a bit of a weight, since padding between tensors is never read.
     weights = stored_tensors(model_of(GATED), GATED)[OUTPUT][0]
     place = kept[data].index(weights[:1].numpy().tobytes())
     flipped = kept[data][:place] + bytes([kept[data][place] ^ 1]) + kept[data][place + 1 :]
@@ -254,12 +254,12 @@ def test_damaged_files_and_other_formats_are_named(
     assert f"{config} is corrupt" in refused_with(config, b"{")
     assert "has no common.pt" in refused_with(common, None)
     assert "has no .metadata" in refused_with(account, None)
-    # Nothing in a file is run.
+    # No code in a file is executed.
     monkeypatch.setenv("HARM", str(tmp_path / "harm"))
     assert f"refers to {os.mkdir.__module__}.mkdir" in refused_with(account, pickle.dumps(Harmful()))
     assert f"{common} cannot be read" in refused_with(common, pickle.dumps(Harmful()))
     assert not (tmp_path / "harm").exists()
-    # What is in common.pt.
+    # Contents of common.pt.
     for content, message in (
         ({"iteration": -1}, "holds -1 as iteration: must be a non-negative integer"),
         ({"iteration": ITERATION, "args": 3}, "holds 3 as args: must be the Namespace"),
@@ -290,7 +290,7 @@ def test_damaged_files_and_other_formats_are_named(
 
 
 def test_expert_parallel_ranks_of_a_dense_model_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its optimizer is no chain, so that keys of tensors in a chain would belong to nothing in common.pt."""
+    """The optimizer of a dense model is not chained, so common.pt has no entry for keys of chained optimizers."""
     args = FACTS[GATED]["args"]
     write_megatron_core(tmp_path / "came", stored_tensors(model_of(GATED), GATED), args=args, iteration=ITERATION)
     convert(tmp_path / "came", tmp_path / "ours")

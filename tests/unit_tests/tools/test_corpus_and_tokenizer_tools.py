@@ -1,4 +1,4 @@
-"""python_corpus.py and train_tokenizer.py: real text from any Python, the same tokenizer from the same text."""
+"""python_corpus.py and train_tokenizer.py: text from any Python installation, and deterministic tokenizers."""
 
 import ast
 import json
@@ -31,7 +31,7 @@ def test_the_corpus_has_the_size_asked_for_of_distinct_texts_of_every_kind(corpu
     kinds = [source.split()[0] if " " in source else "module" for source in sources]
     assert {"topic", "builtin", "module"} == set(kinds)
     assert not [source for source in sources if "site-packages" in source]
-    # Mixed: each half has a fair part of the topics.
+    # Shuffled: each half contains roughly half of the topics.
     half = kinds[: len(kinds) // 2].count("topic") / kinds.count("topic")
     assert 0.3 < half < 0.7
     modules = [document for document in documents if document["source"].endswith(".py")]

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint, and nothing else of it, are in safetensors files that the index finds."""
+"""Exports only the weights of a checkpoint to safetensors files that are listed in the index."""
 
 import json
 from pathlib import Path
@@ -26,7 +26,7 @@ def test_weights_are_exported_in_shards(tmp_path: Path) -> None:
     command = ["convert", "--from", "torch_dist", "--to", "safetensors", "--load", str(tmp_path / "run")]
     main([*command, "--save", str(tmp_path / "out"), "--max-shard-size", "100e-9"])
     index = json.loads((tmp_path / "out" / INDEX_FILE).read_text())
-    # The embedding is larger than a shard, and has one to itself.
+    # The embedding is larger than the shard limit, so it is stored in a separate shard.
     assert sorted(path.name for path in (tmp_path / "out").glob("*.safetensors")) == [
         "model-00001-of-00002.safetensors",
         "model-00002-of-00002.safetensors",

@@ -1,4 +1,4 @@
-"""The same documents give the same bytes whatever files they are in, with any number of workers and partitions."""
+"""The same documents in any file format yield the same bytes, with any number of workers and partitions."""
 
 import bz2
 import gzip
@@ -55,7 +55,7 @@ def compressed(suffix: str, compress: Callable[[bytes], bytes]) -> Callable[[Pat
 
 
 def parquet(folder: Path, records: list[dict]) -> list[str]:
-    """Two files by a pattern, of several row groups."""
+    """Writes two Parquet files with several row groups, and returns their pattern."""
     table = pa.Table.from_pylist([{"id": number, "tools": None, **record} for number, record in enumerate(records)])
     for number, part in enumerate((table.slice(0, 100), table.slice(100))):
         pq.write_table(part, folder / f"part-{number}.parquet", row_group_size=30, compression="zstd")
@@ -76,7 +76,7 @@ def saved_dataset(folder: Path, records: list[dict]) -> list[str]:
 
 
 def hub(folder: Path, records: list[dict]) -> list[str]:
-    """A folder in the layout of a dataset on the hub, which the library `datasets` reads into its cache."""
+    """Creates a folder with the layout of a Hub dataset, which the library `datasets` reads into its cache."""
     (folder / "repo").mkdir()
     (folder / "repo" / "train.jsonl").write_bytes(lines_of(records))
     (folder / "repo" / "test.jsonl").write_bytes(lines_of(records[:1]))
@@ -84,7 +84,7 @@ def hub(folder: Path, records: list[dict]) -> list[str]:
 
 
 def several(folder: Path, records: list[dict]) -> list[str]:
-    """One file of each kind, in the order of the command line."""
+    """Writes one file of each format, and returns them in command-line order."""
     parts = [records[begin : begin + 70] for begin in range(0, len(records), 70)]
     (folder / "z.jsonl").write_bytes(lines_of(parts[0]))
     pq.write_table(pa.Table.from_pylist(parts[1]), folder / "b.parquet") if len(parts) > 1 else None
@@ -107,7 +107,7 @@ FORMATS = {
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch) -> None:
-    """Keeps the cache of `datasets` in the test's folder, and the network out."""
+    """Stores the cache of `datasets` in the test's folder, and disables network access."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", True)
 
@@ -145,7 +145,7 @@ def test_chats_become_the_bytes_that_they_become_from_lines(tmp_path: Path, name
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_tokenizer_is_the_one_trained_on_lines(tmp_path: Path, name: str) -> None:
-    texts = TEXTS[:-1]  # the library needs half a minute for a long word
+    texts = TEXTS[:-1]  # the library takes half a minute for a long word
     (tmp_path / "lines.jsonl").write_bytes(lines_of(texts))
     (tmp_path / "in").mkdir()
     inputs = {"expected": [str(tmp_path / "lines.jsonl")], "found": FORMATS[name](tmp_path / "in", texts)}

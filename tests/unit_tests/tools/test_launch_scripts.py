@@ -1,4 +1,4 @@
-"""Reading the training command of a launch script: bash itself, which runs the same scripts, says what is right."""
+"""Reads the training command of a launch script. The expected result is that of bash running the same script."""
 
 import shlex
 import subprocess
@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from megatron.tools.launch_scripts import ScriptError, read_script
 
-# A script of Megatron users' kind; each part of the language that the reader follows is in one of these.
+# Typical scripts of Megatron users. Together they use every shell feature that the reader supports.
 ARRAYS = """
 #!/bin/bash
 export CUDA_DEVICE_MAX_CONNECTIONS=1
@@ -69,7 +69,7 @@ eval $CMD
 
 
 def _by_bash(script: str, environment: dict[str, str]) -> list[str]:
-    """The words that bash gives to torchrun when it runs the script, from the program on."""
+    """Returns the arguments that bash passes to torchrun when it runs the script, starting with the program."""
     function = "torchrun() { printf '%s\\0' \"$@\" >&3; }\n"
     run = subprocess.run(
         ["bash", "-c", f"exec 3>&1\n{function}{script}"],
@@ -91,7 +91,7 @@ def _by_reader(script: str, environment: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize("environment", [{}, {"NNODES": "4"}], ids=["defaults", "given"])
 def test_arrays_and_arithmetic_are_those_of_bash(environment: dict[str, str]) -> None:
     environment = {"SAVE_DIR": "/tmp/out dir", **environment}
-    # The log file of `tee` would be written to the current folder.
+    # Otherwise `tee` would write its log file into the current folder.
     script = ARRAYS.replace(" | tee log.txt", "")
     assert _by_reader(script, environment) == _by_bash(script, environment)
 
@@ -110,7 +110,7 @@ def test_evaluated_strings_are_those_of_bash() -> None:
 @given(words=st.lists(st.text(st.characters(blacklist_characters="\0\r\n", codec="utf-8"), max_size=8), max_size=5))
 @settings(max_examples=100, deadline=None)
 def test_any_quoted_words_are_read_as_they_are(words: list[str]) -> None:
-    # A last word that starts with `--` makes it a training command, whatever the others are.
+    # The last word starts with `--`, which makes the array a training command whatever the other words are.
     array, rest = shlex.join([*words, "--end"]), shlex.join(words)
     script = f'ARGS=({array})\ntorchrun pretrain_gpt.py "${{ARGS[@]}}" --and {rest}\n'
     (launch,) = read_script(script, {}, name="run.sh").launches

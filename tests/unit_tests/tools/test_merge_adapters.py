@@ -1,4 +1,4 @@
-"""A merged checkpoint is that of a model without adapters, which computes what the one with them does."""
+"""A merged checkpoint belongs to a model without adapters, and yields the same outputs as the model with adapters."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Partitions: the same bytes however the input is cut and wherever a run is killed."""
+"""Partitioned preprocessing writes the same bytes however the input is split and wherever a run is killed."""
 
 import gzip
 import itertools
@@ -28,7 +28,7 @@ def write_lines(path: Path, lines: list[str]) -> Path:
 
 
 def run(folder: Path, *words: object, name: str = "out") -> dict[str, bytes]:
-    """Bytes of all files that the tool wrote, by their names behind `name`."""
+    """Runs the tool, and returns the bytes of all files that it wrote, by name without the prefix `name`."""
     fixed = ["--tokenizer-type", "ByteLevelTokenizer", "--append-eod", "--workers", "1"]
     assert preprocess_data.main([*map(str, words), *fixed, "--output-prefix", str(folder / name)]) == 0
     return {path.name.removeprefix(name): path.read_bytes() for path in sorted(folder.glob(f"{name}_*"))}
@@ -70,12 +70,12 @@ def test_any_number_of_partitions_gives_the_same_bytes_for_every_key(tmp_path: P
         f"skipped {tmp_path}/a.jsonl:151: not JSON: Expecting value at column 1\n" + "skipped 1 bad lines in total\n"
     }
     pairs = [IndexedDataset(str(tmp_path / f"n0_{key}_document")) for key in ("text", "meta")]
-    # Every 50th text is empty: its line is in neither pair.
+    # Every 50th text is empty, so its line is in neither pair.
     assert [len(pair) for pair in pairs] == [588, 588] and bytes(pairs[1][0].astype("u1")[:-1]) == b"m" * 9
 
 
 def _dies(words: list[str], step: int) -> None:
-    """Runs the tool, and ends as kill -9 does before the `step`-th change of a file's name or promise to the disk."""
+    """Runs the tool, and exits like kill -9 before its `step`-th rename or sync to disk."""
     calls = itertools.count(1)
 
     def counted(call):
@@ -111,7 +111,7 @@ def test_a_run_killed_anywhere_continues_to_the_same_bytes(tmp_path: Path, kind:
         process.join()
         if process.exitcode == 0:
             break
-        # What a training run would find now: the old data whole, the new whole, or none that opens.
+        # A training run would now find the complete old data, the complete new data, or no data that opens.
         if IndexedDataset.exists(str(prefix)):
             found = {path.name[3:]: path.read_bytes() for path in tmp_path.glob("out_*") if path.is_file()}
             assert found in (before, expected["n"])

@@ -1,4 +1,4 @@
-"""The advisor on tiny models: what it prints runs, fits and is not beaten; what cannot be had is said."""
+"""The layout advisor on tiny models: its proposals run, fit and are optimal, and impossible requests are reported."""
 
 import json
 import os
@@ -21,12 +21,12 @@ def _found(capsys: pytest.CaptureFixture[str], tmp_path: Path, *words: str) -> t
     path = tmp_path / "found.json"
     plan_layout.main([*words, *TINY, "--json", str(path)])
     printed = capsys.readouterr()
-    # Before anything is known: the search may take minutes.
+    # Printed before any result, because the search may take minutes.
     assert re.match(r" +0 s: 0 of [1-9]\d* layouts compared\n", printed.err)
     return printed.out, json.loads(path.read_text())
 
 
-# What is given keeps the number of layouts, and the time of the test, small.
+# Fixed flags that limit the number of layouts, and so the time of the test.
 RECOMPUTED = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 GIVEN = {
     "llama3.2-1b": "--num-virtual-stages-per-pipeline-rank 2",
@@ -72,7 +72,7 @@ def test_printed_flags_keep_what_was_given_are_planned_unchanged_and_hold_what_w
 def test_no_layout_of_the_table_is_beaten_by_another(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     words = ["--model", "llama3.2-1b", "--gpus", "2", "--memory", "3MB", "--keep-free", "1", "--micro-batch-size", "1"]
     text, found = _found(capsys, tmp_path, *words, "--top", "1")
-    # Without any memory kept free, what passes take for a while leaves some of them out.
+    # With no memory kept free, temporary memory of passes makes some layouts exceed the limit.
     over = [one["layout"] for one in found["dry_runs"] if one["peak"] > 3_000_000]
     assert over and re.findall(r"^(\d+)\. does not fit: stage", text, re.MULTILINE) == list(map(str, over))
     assert not set(map(str, over)) & set(re.findall(r"^(\d+)\. pretrain_gpt", text, re.MULTILINE))

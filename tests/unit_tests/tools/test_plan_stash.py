@@ -1,4 +1,4 @@
-"""plan_stash.py: rows of layouts that were not recorded, factors that are enough, words, and refusals of one line."""
+"""plan_stash.py: rows of layouts that were not recorded, sufficient factors, output texts, and one-line errors."""
 
 import json
 import re
@@ -53,7 +53,7 @@ def header(**others: Any) -> RoutingHeader:
 
 
 def recorded(steps: int, of: RoutingHeader, *, shape: tuple[int, int]) -> list[RoutingStep]:
-    """shape: micro-batches and ranks."""
+    """Draws the routing of some steps. shape: numbers of microbatches and ranks."""
     chance, choices = np.random.default_rng(1), of.tokens_of_microbatch * of.topk
     return [
         RoutingStep(
@@ -84,7 +84,7 @@ def test_a_trace_of_any_layout_gives_every_rank_its_tokens(
     for number, step in enumerate(steps):
         for layer, counts in step.tokens.items():
             rows = span.rows[layer][:, number]
-            # Four micro-batches of two ranks that share four experts.
+            # Four microbatches of two ranks that share four experts.
             assert rows.shape == (4, 2) and (rows.sum(axis=1) == 2 * TOKENS * 2).all()
             if is_guessed:
                 continue
@@ -108,7 +108,7 @@ def test_what_a_step_spills_is_counted_in_bytes() -> None:
         for device, host in (large, none)
     )
     assert (on_device.spilled_bytes, on_device.largest_spill) == (0, 0)
-    # Each tensor of a step goes to the host once, and many of them are there at one time.
+    # Each tensor of a step is copied to the host once, and many are on the host at the same time.
     at_one_time = max(int(stage.pages_wanted.max()) * stage.page_bytes for stage in on_host.walk.stages)
     assert 0 < at_one_time <= on_host.largest_spill
     assert on_host.largest_spill / 2 < on_host.spilled_bytes <= on_host.largest_spill
@@ -118,7 +118,7 @@ def test_a_discarded_step_is_counted_at_its_place_in_the_run() -> None:
     run = planned_run(read_flags(argv("--skew", "balanced")), pretrain_gpt.model_provider)
     calm = recorded(4, header(), shape=(4, 2))
     tokens = {layer: np.full_like(counts, TOKENS * 2 // EXPERTS) for layer, counts in calm[0].tokens.items()}
-    # All rows of the last step go to the first of the two ranks that share experts.
+    # All rows of the last step belong to the first of the two ranks that share experts.
     of_first_rank = np.array([TOKENS, TOKENS, 0, 0])
     full = {layer: np.broadcast_to(of_first_rank, counts.shape).copy() for layer, counts in tokens.items()}
     steps = [replace(step, tokens=full if number == 3 else tokens) for number, step in enumerate(calm)]
@@ -129,7 +129,7 @@ def test_a_discarded_step_is_counted_at_its_place_in_the_run() -> None:
 
 
 def test_blocks_that_were_split_at_random_do_not_overflow_the_largest_buffers() -> None:
-    # Each rank has one expert, which all tokens choose at most once.
+    # Each rank has one expert, which each token chooses at most once.
     flags = {"world_size": 4, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": EXPERTS}
     flags |= {"moe_expert_rank_capacity_factor": float(EXPERTS), "moe_paged_stash_buffer_size_factor_cuda": 4.0}
     args = read_flags(argv("--skew", "balanced", **flags))
@@ -154,7 +154,7 @@ def test_what_is_recommended_is_enough_and_less_is_not(tmp_path: Path) -> None:
     assert factors[StepLevel.GATE_UP] < factors[StepLevel.ACT] < factors[StepLevel.DEVICE]
     for level, one in plan.recommended.items():
         assert one.share_up_to(level) == 1
-        # The whole plan again with the flags that it printed: such a run grows nowhere.
+        # Plans again with the printed flags: no buffer of such a run grows.
         again = stash_plan(read_flags([*argv("--trace", trace, "--plan-factors", "1"), *paste(one.flags).split()]))
         assert not again.given.discards.any() and (again.given.levels == one.walk.levels).all()
         tier = "cpu" if level is StepLevel.HOST else "cuda"
@@ -212,7 +212,7 @@ def test_the_page_shows_rungs_against_factors_and_needs_no_network(tmp_path: Pat
     shares = [(one.flags, level, share) for one in plan.table for level, share in one.shares.items() if share > 0]
     assert len(shares) > 48
     for flags, level, share in shares:
-        # Hovering over a part of a column shows factor, recompute level and share.
+        # Hovering over a segment of a column shows factor, recompute level and share.
         factor = flags.moe_paged_stash_buffer_size_factor_cuda
         assert any(tip.startswith(f"{factor:g}: {NAMES[level]} {100 * share:.4g} % of the steps; ") for tip in tips)
     assert all(escape(paste(one.flags)).split(" --")[-1] in text for one in plan.recommended.values())
@@ -229,7 +229,7 @@ def test_a_browser_shows_the_page_readably(tmp_path: Path) -> None:
             tab.open(path.as_uri(), width=width)
             assert [*tab.evaluate(FIGURE_PROBLEMS), *tab.problems] == []
             assert {url for url in tab.requests if not url.startswith(("data:", "blob:"))} == {path.as_uri()}
-            # Panels of each page size without and with pages on the host, memory, costs and spills.
+            # Two panels per page size, without and with host pages, and panels of memory, costs and spills.
             assert tab.evaluate("document.querySelectorAll('.plot .main-svg .barlayer').length") == 2 * 3 + 3
             assert tab.evaluate("document.documentElement.scrollWidth") == width
 
@@ -241,7 +241,7 @@ def test_what_does_not_pay_is_said_plainly(capsys: pytest.CaptureFixture[str]) -
     assert main(argv(*skew, **alone)) == 0
     assert "stashing has no effect: the backward of every expert group directly follows" in capsys.readouterr().out
     long = {"seq_length": 1024, "max_position_embeddings": 1024, "moe_paged_stash_page_size": 64}
-    # Many tokens choose alike: hardly any padding, and two layers are two working sets.
+    # Many tokens with equal popularities cause little padding, and two layers save no more than two working sets.
     assert main(argv(*skew, **{**alone, **long, "num_layers": 2})) == 0
     said = capsys.readouterr().out
     assert (
@@ -251,7 +251,7 @@ def test_what_does_not_pay_is_said_plainly(capsys: pytest.CaptureFixture[str]) -
     )
     assert main(argv(*skew, moe_paged_stash_page_size=256)) == 0
     assert "pages are too large for the number of rows" in capsys.readouterr().out
-    # Much skew, many micro-batches and pages of a token: buffers are mostly padding, most of the time.
+    # Strong skew, many microbatches, and pages of one token: buffers are usually mostly padding.
     pays = ["--skew", "dirichlet:0.3", "--plan-steps", "20", "--wanted-probability", "0.5", "--plan-factors", "1"]
     assert main(argv(*pays, num_layers=8, global_batch_size=16, moe_paged_stash_page_size=1)) == 0
     assert "stashing pays: it saves" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""preprocess_data.py: the same bytes for any number of workers, and what it says about bad input."""
+"""preprocess_data.py: the same bytes for any number of workers, and messages about invalid input."""
 
 import gzip
 import json
@@ -148,11 +148,11 @@ def test_a_run_that_is_stopped_leaves_the_old_files_and_no_process(tmp_path: Pat
     prefix = run(tmp_path, "--input", old, *BYTE_LEVEL)[1]
     before = [Path(prefix + suffix).read_bytes() for suffix in (".bin", ".idx")]
     with write_jsonl(tmp_path / "big.jsonl", TEXTS).open("a") as big:
-        big.write((tmp_path / "big.jsonl").read_text() * 10)  # seconds of work: the signal must come in the middle
+        big.write((tmp_path / "big.jsonl").read_text() * 10)  # takes seconds, so that the signal arrives during the run
     words = ["--input", str(tmp_path / "big.jsonl"), *BYTE_LEVEL, "--workers", "2", "--output-prefix", prefix[:-14]]
     command = [sys.executable, preprocess_data.__file__, *words]
-    # The workers hold the other end of this pipe: it ends when they have.
-    # Whoever runs tests in the background may ignore SIGINT, and processes inherit that.
+    # Workers hold the other end of this pipe, so it closes when they exit.
+    # A shell that runs tests in the background may ignore SIGINT, which child processes inherit.
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=heeds)
     deadline = time.monotonic() + 60

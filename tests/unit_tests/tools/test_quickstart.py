@@ -1,4 +1,4 @@
-"""Tests of what `make train` decides and prints: shares of documents, the source of tokens, the plan, the prompt."""
+"""Choices and output of `make train`: shares of documents, source of tokens, plan and prompt."""
 
 import json
 import os
@@ -239,7 +239,7 @@ def test_the_prompt_is_a_passage_of_a_test_document(tmp_path: Path, separator: s
     assert preprocess_data.main(["--input", str(source), "--output-prefix", str(tmp_path / "tokens"), *flags]) == 0
     found = held_out_passage(workspace, split="1,1,1")
     assert found in texts[2] and 20 < len(found) < len(texts[2]) / 2
-    # A whole line begins the passage if there are lines.
+    # If there are lines, the passage begins with a whole line.
     assert separator == " " or found.startswith("Document 2 tells of seas.\n")
 
 

@@ -1,4 +1,4 @@
-"""report.py: a page that a browser draws without a network, from any log that a run may leave."""
+"""report.py: a page that a browser draws without network access, for any log that a run may write."""
 
 import json
 import re
@@ -21,11 +21,11 @@ EVERY_FIGURE = """loss perplexity learning-rate grad-norm loss-scale batch-size 
 tflops mfu timers hidden-share exposed timeline memory memory-stages stash-device stash-host capacity-factor pool-factor
 stash-pages rungs stash-tails stash-rows-0 z_loss accuracy layers-load_balancing_loss-0
 load-overview load-layer load-step""".split()
-# What the page's script draws from other parts of its content.
+# Diagrams that the page's script draws from other parts of the content.
 DRAWN_BESIDE_FIGURES = set("timeline memory-stages stash-device stash-host load-overview load-layer load-step".split())
 
 
-# One step, and two runs: test_the_page_of_two_runs_has_every_diagram_of_both, without a browser.
+# test_the_page_of_two_runs_has_every_diagram_of_both covers one step and two runs without a browser.
 @pytest.mark.slow
 @needs_browser
 @pytest.mark.parametrize("num_steps, layers, num_runs", [slow(30, 2, 1), soak_only(1, 2, 1), soak_only(80, 12, 2)])
@@ -62,7 +62,7 @@ def test_the_page_of_two_runs_has_every_diagram_of_both(
     alone = {figure["id"]: len(figure["traces"]) for figure in report.page_content([read_run(folders[0])])["figures"]}
     expected = {name for name in EVERY_FIGURE if name != "loss-scale" or num_steps > 1} - DRAWN_BESIDE_FIGURES
     assert expected <= alone.keys()
-    # Layers and rows are diagrams of one run, all others have the lines of both.
+    # Diagrams of layers and rows show one run. All others have the lines of both runs.
     of_one = {name for name in alone if name.endswith("-0")}
     assert both == {
         **{name: lines if name in of_one else 2 * lines for name, lines in alone.items()},
@@ -139,7 +139,7 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path: Path) -> N
         "difference": "none",
         "first": "3.906 KiB",
     }
-    # Of the second stage's ranks one holds 100 bytes more than was said.
+    # One rank of the second stage uses 100 bytes more than predicted.
     assert rows["parameters"]["difference"] == "+100 bytes (+5.0%)" and rows["parameters"]["first"] == "1.953 KiB"
     assert rows["activations at their peak"]["predicted"] == "12 bytes" and "masters" not in rows
     assert rows["peak resident, with Python and libraries"]["difference"] == ""
@@ -199,7 +199,7 @@ def test_no_two_lines_of_a_diagram_look_alike(tmp_path: Path) -> None:
     for name, traces in figures.items():
         looks = [(trace["color"], trace["dash"]) for trace in traces if "dash" in trace and "symbol" not in trace]
         assert len(set(looks)) == len(looks), name
-    # Four lines of a run are told apart by colours, the two of another diagram by dashes.
+    # Colors distinguish the four lines of a run, and dashes the two lines of the other diagram.
     assert [{trace["color"] for trace in figures["stash-pages"] if trace["dash"] == dash} for dash in DASHES[:2]] == [
         {0, 1, 2, 3}
     ] * 2
@@ -218,7 +218,7 @@ def test_a_run_is_found_by_its_checkpoints_and_by_the_folder_around_it(tmp_path:
 def test_the_factors_that_were_needed_count_every_step(tmp_path: Path) -> None:
     flags = {"moe_expert_rank_capacity_factor": 1.5, "moe_paged_stash_buffer_size_factor_cuda": -1.2}
     folder = write_log(tmp_path / "a", 4, flags=flags)
-    # 2,000 steps, of which two needed more than any other.
+    # 2,000 steps, of which two needed a larger factor than all others.
     needed = [1.0] * 1000 + [1.3, 1.4] + [1.2] * 994
     with (folder / "steps.jsonl").open("a") as log:
         pool = {**POOL, "factors_needed": needed, "factor": 1.05}

@@ -1,4 +1,4 @@
-"""report.py --serve: what a page is told of a run that goes on, who may ask for it, and what a browser makes of it."""
+"""report.py --serve: updates about a running job, access control, and the page in a browser."""
 
 import http.client
 import json
@@ -27,7 +27,7 @@ LINE = '{{"iteration": {step}, "lm_loss": {loss}, "consumed_samples": {step}, "s
 
 
 def applied(old: Any, change: list[Any] | None) -> Any:
-    """Applies changes as report_live.js does."""
+    """Applies changes like report_live.js."""
     if change is None:
         return old
     if change[0] == "=":
@@ -90,7 +90,7 @@ def test_a_follower_has_what_a_reader_of_the_whole_log_has(tmp_path: Path, endin
         file.write(whole[4][20:] + whole[5])
     assert follower.update() and not follower.update()
     assert follower.run().steps.tolist() == [1, 2, 3, 4, 5, 6] and follower.num_starts == 1
-    # The run is set back to step 3, and is beyond where it was before anyone looks.
+    # The run rewinds to step 3, and passes its previous last step before the next poll.
     again = whole[:3] + [LINE.format(step=step, loss=9.0 * step) for step in range(4, 12)]
     if ending == "replaced":
         (tmp_path / "new").write_text("".join(again))
@@ -150,7 +150,7 @@ def serving(folder: Path) -> Iterator[ReportServer]:
 
 def ask(server: ReportServer, path: str, *, method: str = "GET", **headers: str) -> tuple[int, dict[str, str], bytes]:
     connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=30)
-    # Not request(), which would tidy the path.
+    # Unlike request(), this does not normalize the path.
     connection.putrequest(method, path, skip_host=True)
     for name, value in {"Host": "localhost", **headers}.items():
         connection.putheader(name, value)
@@ -229,7 +229,7 @@ def test_names_that_others_let_point_here_are_refused(tmp_path: Path) -> None:
 def test_several_viewers_and_one_who_goes_away(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     folder = write_log(tmp_path / "a", 20, layers=12)
     with serving(folder) as server:
-        # One sends nothing, one leaves in the middle of its answer.
+        # One client sends nothing, and one disconnects in the middle of the response.
         address = ("127.0.0.1", server.server_address[1])
         idle = socket.create_connection(address)
         leaving = socket.create_connection(address)
@@ -275,7 +275,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
 
 
 def _serve_and_end(folder: Path, numbers: list[signal.Signals]) -> int:
-    """Serves the folder until the rank's own signal, which comes while a connection is open."""
+    """Serves the folder until this rank's signal of `numbers` arrives, while a connection is open."""
     serve_forever = ReportServer.serve_forever
 
     def ask_and_end(port: int) -> None:
@@ -314,7 +314,7 @@ STATE = """({
 })"""
 
 
-# What stays although all elements are made anew.
+# State that remains although all elements are recreated.
 KEPT = ("log", "layer", "search", "rows", "range")
 
 
@@ -338,14 +338,14 @@ def test_a_page_follows_its_run_and_leaves_the_reader_in_place(tmp_path: Path) -
         after = page.evaluate(STATE)
         assert after == {**before, "step": after["step"], "live": after["live"], "shown": "step 7"}
         assert after["live"].startswith("live: step 7") and [round(end) for end in after["range"]] == [2, 5]
-        # A field that no line had: its diagram is new, and what is looked at stays where it is.
+        # A new field adds a diagram, and the visible part of the page stays in place.
         with log.open("a") as file:
             file.write(lines[14][50:] + '{"iteration": 9, "lm_loss": 1.5, "consumed_samples": 9, "surprise": 2}\n')
         page.wait_for("document.getElementById('surprise') !== null")
         rebuilt = page.evaluate(STATE)
         assert {**rebuilt, "marked": after["marked"]}.items() >= {name: after[name] for name in KEPT}.items()
         assert abs(rebuilt["place"] - after["place"]) <= 2
-        # Set back to step 3.
+        # Rewound to step 3.
         (tmp_path / "new").write_text("".join(lines[:6]))
         (tmp_path / "new").replace(log)
         page.wait_for(f"{STATE}.step.startsWith('3')")
@@ -358,7 +358,7 @@ def test_a_page_follows_its_run_and_leaves_the_reader_in_place(tmp_path: Path) -
 
 
 def _reader_settles(page: Page) -> dict[str, Any]:
-    """Somebody reads a part of the page, and has chosen what to see there."""
+    """Simulates a reader who has scrolled to a part of the page and made selections."""
     page.wait_for("document.querySelectorAll('.plot .main-svg').length > 40")
     seen = page.evaluate(PAGE_FACTS)
     assert seen["cut"] == [] and seen["width"] <= 1200 and "Experts of one layer" in seen["text"]
@@ -379,7 +379,7 @@ def _asked_for_little(page: Page, url: str) -> None:
     assert page.problems == []
     assert [asked for asked in page.requests if not asked.startswith(("data:", "blob:", url))] == []
     assert sum("plotly" in asked for asked in page.requests) == 1
-    # All of it once; then what changed.
+    # The first request fetches everything, later ones only changes.
     queries = [asked.partition("content.json")[2] for asked in page.requests if "content.json" in asked]
     assert queries[0] == "" and len(queries) > 4
     assert [query for query in queries[1:] if not query.startswith("?since=")] == []

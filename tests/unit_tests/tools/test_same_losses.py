@@ -1,4 +1,4 @@
-"""The gate: verdicts on two runs, command lines of cases, jobs that fail, and two cases end to end."""
+"""The regression gate: verdicts on two runs, command lines of cases, failed jobs, and two end-to-end cases."""
 
 import json
 import os
@@ -25,14 +25,14 @@ Change = Callable[[list[dict[str, Any]]], None]
 
 @pytest.fixture(autouse=True)
 def _without_renames(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Judges the logs of this file without what the current change renames and adds."""
+    """Removes renames and new cases of the current change, so that they do not affect the logs in this file."""
     monkeypatch.setattr(judging, "RENAMES", ())
     monkeypatch.setattr(judging, "CHECKPOINT_RENAMES", ())
     monkeypatch.setattr(gate_cases, "NEW_CASES", frozenset())
 
 
 def _lines() -> list[dict[str, Any]]:
-    """A log of four steps and an evaluation."""
+    """Returns a log of four steps and an evaluation."""
     steps = [
         {
             "iteration": step,
@@ -228,7 +228,7 @@ def test_a_signal_ends_the_tool_through_its_cleanup() -> None:
         assert caught.value.code == 128 + number and signal.getsignal(number) is before
 
 
-NEW_CASES = gate_cases.NEW_CASES  # before the fixture empties it
+NEW_CASES = gate_cases.NEW_CASES  # read before the fixture clears it
 
 
 def test_cases_have_names_of_their_own() -> None:

@@ -55,7 +55,7 @@ def test_impossible_options_are_refused_by_name(words: tuple[str, str]) -> None:
 
 
 class FavoursPadding(torch.nn.Module):
-    """A model of 8 ids that prefers the last one, which a tokenizer of 5 ids lacks, then id 3."""
+    """A model of 8 ids that prefers the last id, which a tokenizer of 5 ids does not have, and then id 3."""
 
     max_sequence_length, unpadded_vocab_size = 4, 8
 

@@ -1,4 +1,4 @@
-"""The faults that the gate must notice: each can be put into these files, and names cases that exist."""
+"""Faults that the regression gate must detect: each applies to the current files, and lists existing cases."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Drawings of schedules: text with one column a unit of time, SVG with a box a pass, errors in one line."""
+"""Drawings of schedules: text with one column per time unit, SVG with a box per pass, and one-line errors."""
 
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
@@ -15,7 +15,7 @@ def test_a_schedule_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureF
     assert lines[2] == "2 stages, 2 micro-batches: 9 forward passes long, 33.3% idle"
     assert lines[3:6] == ["stage 1:", "  [receive F0.0 from 0]", "  await F0.0"]
     drawn = ElementTree.parse(tmp_path / "a.svg").getroot()
-    # The ground, 8 passes, 2 colours of the legend; 4 transfers.
+    # A background, 8 passes and 2 legend colors; 4 transfers.
     assert len(drawn.findall("{*}rect")) == 1 + 8 + 2 and len(drawn.findall("{*}line")) == 4
     main(["--stages", "2", "--chunks", "2", "--microbatches", "1", "--forward-only"])
     assert capsys.readouterr().out.splitlines()[0] == "stage 0   F0.0 .....F1.0"

@@ -1,4 +1,4 @@
-"""Translating a launch script: the words of the result, the reason of each change, and the exit status."""
+"""Translation of a launch script: the resulting words, the reason for each change, and the exit status."""
 
 import shlex
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 RUN = "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 0.001".split()
 DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 64".split()
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear --swiglu".split()
-# The recipe of Megatron-LM's paged stash: a library that moves tokens, fused layers, 8-bit products.
+# Megatron-LM's recipe for the paged stash, with the HybridEP dispatcher, fused layers and FP8 GEMMs.
 STASH = """
     --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-num-sms 32
     --use-transformer-engine-op-fuser --transformer-impl transformer_engine --te-rng-tracker
@@ -84,7 +84,7 @@ def test_a_command_that_works_as_it_is_stays_as_it_is() -> None:
         ("--dsa-indexer-topk 4", "", Effect.DIFFERENT),
         ("--no-such-flag 3", "", Effect.DIFFERENT),
         ("--position-embedding-type mrope", "", Effect.DIFFERENT),
-        ("--mamba-state-dim 128", "", Effect.SAME),  # its default, in a script that names everything
+        ("--mamba-state-dim 128", "", Effect.SAME),  # set to its default, in a script that sets every flag
     ],
 )  # fmt: skip
 def test_flags_become_ours(given: str, result: str, effect: Effect) -> None:
@@ -132,12 +132,12 @@ def test_rules_name_flags_that_exist_and_results_that_work() -> None:
         assert set(exact) <= known | _NAMES_OF_OTHER_VERSIONS, rule
 
 
-# Flags of earlier versions of Megatron-LM, which the list of known flags does not have.
+# Flags of earlier versions of Megatron-LM, which are missing in the list of known flags.
 _NAMES_OF_OTHER_VERSIONS = {"--use-custom-fsdp", "--tp-only-amax-red"}
 
 
 def test_a_kept_flag_is_never_one_that_our_command_line_refuses() -> None:
-    """Every known flag alone: what is kept works, or is accepted without an effect."""
+    """Translates every known flag separately: flags that are kept work, or are accepted without effect."""
     for row in load_known_flags().flags:
         setting = Setting(row.flags[0], ())
         change = change_of(setting, {setting.flag: setting}, own_script=False)
@@ -159,7 +159,7 @@ def test_a_kept_flag_is_never_one_that_our_command_line_refuses() -> None:
 def test_the_exit_status_says_which_run_it_is(
     words: list[str], status: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Quoted, the variable would be text.
+    # Joined without quoting, because a quoted variable would be literal text.
     script = tmp_path / "run.sh"
     script.write_text(f"torchrun --nproc-per-node 2 pretrain_gpt.py {' '.join(words)}\n", encoding="utf-8")
     assert main([str(script)]) == status
@@ -228,7 +228,7 @@ def test_the_paged_stash_recipe_translates_to_a_line_that_trains(tmp_path: Path)
     run = run_program(translation.launch.words, 2, folder=tmp_path)
     assert run.exit_codes == [0, 0], run.written()
     assert sorted(run.steps) == [1, 2]
-    # The stash is logged with the last step.
+    # The stash is logged in the last step.
     stash = next(line["stash"] for line in run.log if line.get("stash"))
     assert stash["pool"]["device_high_water"] > 0 and stash["capacity_factor"] == 1.5
 

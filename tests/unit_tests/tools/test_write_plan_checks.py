@@ -1,4 +1,4 @@
-"""Plans against figures that others published, and the page that shows both."""
+"""Plans compared with published values, and the page that shows both."""
 
 from itertools import islice
 
@@ -7,12 +7,12 @@ import pytest
 from megatron.tools import write_plan_checks
 from megatron.tools.write_plan_checks import PARAMETERS, Row, activation_rows, documented, rows, table
 
-# Models whose attention, experts and ends differ; the smallest of each kind. The others are planned in `make soak`.
+# The smallest models with different kinds of attention, experts and embeddings. `make soak` plans the others.
 FEW = ("llama3.2-1b", "qwen2-7b", "deepseek-v2-lite", "gpt-oss-20b")
 
 
 def check(found: list[Row]) -> None:
-    """Each figure is near the published one, and the page has its line."""
+    """Checks that planned values are near the published ones, and that the page lists them."""
     assert found and all(row.planned == row.published for row in found if row.unit == "parameters")
     # The sources round to three digits.
     assert [row for row in found if abs(row.error) > 0.003] == []
@@ -29,13 +29,13 @@ def test_plans_count_the_parameters_that_model_cards_publish(monkeypatch: pytest
 
 @pytest.mark.slow
 def test_activations_are_those_of_published_formulas() -> None:
-    # One size with attention recomputed, then with all recomputed.
+    # One model size, first with attention recomputed, then with full recompute.
     check(list(islice(activation_rows(), 2)))
 
 
 @pytest.mark.slow
 def test_model_states_are_those_of_the_three_stages_of_zero() -> None:
-    # On four ranks.
+    # ZeRO over four ranks.
     check(list(islice(write_plan_checks.zero_rows(), 3)))
 
 
@@ -44,9 +44,9 @@ def test_a_routed_row_saves_what_its_published_tensors_take() -> None:
     check(list(write_plan_checks.expert_rows()))
 
 
-@pytest.mark.soak  # the four tests above hold each kind of row
+@pytest.mark.soak  # the four tests above include each kind of row
 def test_all_plans_are_near_the_published_figures_and_the_page_has_them() -> None:
-    """Repeats the tests above with every model, and checks that the page has no other line."""
+    """Repeats the tests above with every model, and checks that the page has no other lines."""
     found = list(rows())
     check(found)
     assert sum(row.unit == "parameters" for row in found) == len(PARAMETERS) >= 10

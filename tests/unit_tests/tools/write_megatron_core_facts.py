@@ -1,8 +1,8 @@
-"""Writes checkpoints with the package megatron-core itself, and beside each what it holds: keys, shapes, boxes.
+"""Writes checkpoints with the package megatron-core, and describes each one's keys, shapes and boxes in a JSON file.
 
-Not a test: run it where that package is installed and this project is not on the path, on CPU,
+This is not a test. Run it on a CPU where the package is installed and this project is not on the path:
     torchrun --nproc-per-node TP write_megatron_core_facts.py CASE FOLDER
-megatron_core_facts.json is made of what it writes. FOLDER.logits has the logits of the model for IDS.
+megatron_core_facts.json is assembled from its output. FOLDER.logits contains the model's logits for IDS.
 """
 
 import argparse
@@ -66,7 +66,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def without_a_gpu() -> None:
-    """What of the package asks for CUDA, or for Transformer Engine, in models that need neither."""
+    """Replaces functions of the package that require CUDA or Transformer Engine, for models that use neither."""
 
     @contextlib.contextmanager
     def fork(*unused: Any) -> Iterator[None]:
@@ -115,7 +115,7 @@ def main(case: str, folder: Path) -> None:
     model = build(case)
     mask = torch.ones(8, 8, dtype=torch.bool).triu(1)[None, None]
     folder.mkdir(parents=True, exist_ok=True)
-    if case != "latent":  # whose layers of multi-token prediction want labels
+    if case != "latent":  # its multi-token prediction layers require labels
         with torch.no_grad():
             logits = model(IDS, torch.arange(8).expand(2, 8), mask)
         torch.save(logits, f"{folder}.logits")

@@ -1,4 +1,4 @@
-"""A small model with our optimizer and schedule, trained, saved and loaded; no test here."""
+"""A small model with our optimizer and schedule, trained, saved and loaded. Contains no tests."""
 
 import argparse
 import random
@@ -65,12 +65,12 @@ class SmallRun:
         return self
 
     def optimizer_tensors(self):
-        """Moments and masters by their keys in a checkpoint."""
+        """Returns moments and masters by their checkpoint keys."""
         pieces = model_logical_pieces(self.model)
         return {tensor.key: tensor.data for tensor in self.optimizer.sharded_state(pieces)}
 
     def snapshot(self):
-        """Copies of everything that a resumed run must have, and the next draws of each generator."""
+        """Copies all state that a resumed run must restore, and the next draws of each generator."""
         state = {key: tensor.clone() for key, tensor in self.optimizer_tensors().items()}
         weights = {name: value.clone() for name, value in self.model.state_dict().items()}
         draws = torch.tensor([random.gauss(0, 1), random.random(), *numpy.random.normal(size=3), torch.randn(())])

@@ -1,4 +1,4 @@
-"""Tests of flag parsing: names, values, refusals. Configuration files are in test_arguments_files.py."""
+"""Tests of flag parsing: names, values and rejected values. test_arguments_files.py tests configuration files."""
 
 import argparse
 import difflib
@@ -182,7 +182,7 @@ def test_help_groups_working_flags_and_hides_the_rest(
 def _provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     group = parser.add_argument_group("my script")
     group.add_argument("--color", default="7", type=int)
-    group.add_argument("--num-classes", type=int, default=10)  # refused where no script defines it
+    group.add_argument("--num-classes", type=int, default=10)  # rejected unless a script defines it
     return parser
 
 

@@ -105,7 +105,7 @@ def test_a_bug_keeps_its_traceback(bug: Callable[[], None], capsys: pytest.Captu
 
 @pytest.mark.slow
 def test_a_reader_that_leaves_is_one_line() -> None:
-    # A process of its own: what Python says at its end is part of what the user sees.
+    # A separate process, because the user also sees output that Python prints when it exits.
     script = "from megatron.training.errors import exit_on_user_error\nwith exit_on_user_error():\n"
     script += "    while True: print('line', flush=True)"
     pipe = subprocess.PIPE

@@ -1,4 +1,4 @@
-"""Conversions of models from the hub and back, and the tensors of their files. Holds no tests."""
+"""Conversions of Hugging Face models in both directions, and the tensors of their files. Contains no tests."""
 
 from pathlib import Path
 from typing import Any
@@ -11,14 +11,14 @@ from megatron.tools.checkpoint import main
 
 
 def convert(source: Path, target: Path, *words: str, back: bool = False) -> Path:
-    """Converts from the hub, or back to it; the folder of the result."""
+    """Converts from the Hugging Face format, or to it if `back`, and returns the target folder."""
     formats = ["--from", "megatron", "--to", "hf"] if back else ["--from", "hf", "--to", "megatron"]
     assert main(["convert", *formats, "--load", str(source), "--save", str(target), *words]) == 0
     return target
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) -> str:
-    """The line that a conversion that fails ends with."""
+    """Returns the error message of a conversion that fails."""
     with pytest.raises(SystemExit):
         convert(*arguments, **options)
     error = capsys.readouterr().err
@@ -27,7 +27,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: Any, **options: Any) ->
 
 
 def contents(folder: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], bytes]]:
-    """Type, shape and bytes of every tensor, as the library safetensors reads them."""
+    """Returns the dtype, shape and bytes of every tensor, as read by the library safetensors."""
     found = {}
     for path in folder.glob("*.safetensors"):
         with safe_open(path, "pt") as file:

@@ -1,6 +1,6 @@
-"""What config.json of published models says of their architecture, and how many parameters they have; no tests here.
+"""Architecture fields of config.json of published models, and their numbers of parameters. Contains no tests.
 
-Values are those of the files on the hub, by preset; dtype, ids of tokens and names of authors are left out.
+Values are copied from the files on the Hub, by preset, without dtype, token ids and names of authors.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models of transformers with random weights at small width, from what is known of published ones; no tests here."""
+"""Models of transformers with small random weights, derived from configs of published models. Contains no tests."""
 
 import copy
 import functools
@@ -35,7 +35,7 @@ _LATENT: dict[str, Any] = {
     "moe_intermediate_size": 32,
 }
 
-# By preset: what is narrower than there. What a preset leaves off and its family has is on.
+# Fields that make each preset's model smaller. Features that a preset disables but its family supports are enabled.
 SMALL: dict[str, dict[str, Any]] = {
     "llama3.1-8b": {},
     "llama3.2-1b": {"head_dim": 24},
@@ -55,7 +55,7 @@ SMALL: dict[str, dict[str, Any]] = {
         "mlp_only_layers": [2],
         "use_sliding_window": True,
         "sliding_window": 7,
-        # Not read there, unlike in the dense one.
+        # Ignored in this model, unlike in the dense one.
         "max_window_layers": 2,
     },
     "glm-4.5": {
@@ -98,19 +98,19 @@ HAS_EXPERTS = {name for name, changes in SMALL.items() if "num_experts_per_tok" 
 
 
 def small_settings(name: str) -> dict[str, Any]:
-    """What config.json of the small model of a preset says."""
+    """Returns the config.json fields of a preset's small model."""
     return {**KNOWN_CONFIGS[name], **_WIDTHS, **SMALL[name]}
 
 
 def model_on(device: str, config: dict[str, Any]) -> Any:
-    """The model of transformers that a config.json describes, with weights as it starts them."""
+    """Builds the transformers model of a config.json, with its default initialization."""
     settings = {key: value for key, value in config.items() if key not in ("architectures", "model_type", "dtype")}
     with torch.device(device):
         return AutoModelForCausalLM.from_config(AutoConfig.for_model(config["model_type"], **settings)).eval()
 
 
 def small_model(name: str, *, dtype: torch.dtype = torch.float32) -> Any:
-    """A fresh copy of the small model of a preset, every tensor of it random."""
+    """Returns a new copy of a preset's small model, with random values in every tensor."""
     return copy.deepcopy(_small_model(name)).to(dtype)
 
 
@@ -119,7 +119,7 @@ def _small_model(name: str) -> Any:
     torch.manual_seed(0)
     model = model_on("cpu", small_settings(name))
     with torch.no_grad():
-        # Norms, biases and the bias of the router's choice start at 1 and 0, where a mistake would not show.
+        # Initial biases of 0 and norm weights of 1 would hide mistakes.
         for tensor_name, value in [*model.named_parameters(), *model.named_buffers()]:
             if value.dim() == 1 and "inv_freq" not in tensor_name:
                 value.add_(0.1 * torch.randn_like(value))
@@ -127,13 +127,13 @@ def _small_model(name: str) -> Any:
 
 
 def saved(model: Any, folder: Path, *, max_shard_size: str = "100KB") -> Path:
-    """The folder, with the model in it as transformers saves it, in several files."""
+    """Saves the model with transformers, in several files, and returns the folder."""
     model.save_pretrained(folder, max_shard_size=max_shard_size)
     return folder
 
 
 def hub_gradients(model: Any) -> dict[str, Tensor]:
-    """The gradients of a model by the names that its files have: it saves them as if they were weights."""
+    """Returns a model's gradients under the names in its files, by saving them as if they were weights."""
     twin = copy.deepcopy(model)
     with torch.no_grad():
         for parameter, own in zip(twin.parameters(), model.parameters(), strict=True):
@@ -144,5 +144,5 @@ def hub_gradients(model: Any) -> dict[str, Tensor]:
 
 
 def tokens_of(seed: int, *, batch: int = 2, length: int = 32) -> Tensor:
-    """Token ids: [batch, length], int64."""
+    """Draws token ids: [batch, length], int64."""
     return torch.randint(0, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))

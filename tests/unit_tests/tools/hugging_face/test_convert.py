@@ -1,4 +1,4 @@
-"""From the hub and back is the identity on bytes, with one tensor in memory; wrong files are named."""
+"""A round trip from Hugging Face keeps all bytes, with one tensor in memory at a time; invalid files are named."""
 
 import contextlib
 import json
@@ -21,7 +21,7 @@ from megatron.training.checkpointing.run_values import load_run_values
 from tests.unit_tests.tools.hugging_face.conversions import contents, convert, told
 from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, saved, small_model
 
-# One with experts, one tied: what does not depend on the family is shown with them.
+# A model with experts and one with tied embeddings, for tests that do not depend on the family.
 SPARSE, TIED = "qwen3-30b-a3b", "llama3.2-1b"
 
 
@@ -35,7 +35,7 @@ def test_there_and_back_is_the_identity_on_bytes(tmp_path: Path, name: str, dtyp
     assert contents(back) == contents(hub)
     for file in ("config.json", "generation_config.json"):
         assert (back / file).read_bytes() == (hub / file).read_bytes()
-    # And another time, from what was written here.
+    # Repeats both conversions with the files written above.
     assert contents(convert(convert(back, tmp_path / "again"), tmp_path / "twice", back=True)) == contents(hub)
 
 
@@ -45,7 +45,7 @@ def test_logits_are_compared(tmp_path: Path, name: str, capsys: pytest.CaptureFi
     run = convert(hub, tmp_path / "run", "--verify")
     convert(run, tmp_path / "back", "--verify", back=True)
     assert capsys.readouterr().out.count("random tokens agree") == 2
-    # A model of other weights is found out.
+    # A model with different weights is detected.
     with patch("megatron.tools.checkpoint.from_hub", lambda *_, **__: run):
         other = small_model(name)
         other.model.norm.weight.data.mul_(1.01)
@@ -62,7 +62,7 @@ def test_weights_take_the_type_that_is_asked_for(tmp_path: Path) -> None:
     stored = list_tensors(run / "release")
     bias = "decoder.layers.1.mlp.router.expert_bias"
     assert {dtype for key, (_, dtype) in stored.items() if not key.endswith("expert_bias")} == {torch.bfloat16}
-    # Half precision would lose its steps.
+    # Half precision would lose its small updates.
     assert stored[bias][1] == torch.float32
     assert load_common(run / "release")["args"]["bf16"] is True
     half = convert(run, tmp_path / "half", back=True)
@@ -96,7 +96,7 @@ def test_files_beside_the_weights_come_back_untouched(tmp_path: Path) -> None:
     arguments = load_common(run / "release")["args"]
     assert arguments["tokenizer_type"] == "HuggingFaceTokenizer"
     assert Path(arguments["tokenizer_model"]) == run / "hugging_face"
-    # Without them a new config.json says the same, and --hf-reference brings them in.
+    # Without the copied files, an equivalent config.json is created, and --hf-reference supplies the other files.
     shutil.rmtree(run / "hugging_face")
     bare = convert(run, tmp_path / "bare", back=True)
     assert sorted(path.name for path in bare.iterdir()) == ["config.json", "model.safetensors"]
@@ -107,7 +107,7 @@ def test_files_beside_the_weights_come_back_untouched(tmp_path: Path) -> None:
 
 
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
-    """Live bytes of tensors, counted as they are made and let go of; a model of many equal layers shows the rest."""
+    """Tracks live tensor bytes as tensors are created and freed, for a model of many equal layers."""
     hub = saved(small_model(SPARSE), tmp_path / "hub")
     files = TensorFiles(hub)
     largest = max(kind.num_bytes for kind in files.kinds.values())
@@ -118,13 +118,13 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path) -> None:
     assert peak[0] == largest
     with counted_storage() as peak:
         convert(run, tmp_path / "half", "--dtype", "bf16", back=True)
-    # What is read, and the same in another type, of which the rows that are read at once are the first.
+    # The tensor that is read, and its converted copy.
     assert peak[0] <= 2 * largest
 
 
 @contextlib.contextmanager
 def counted_storage() -> Any:
-    """Inside, the first element is the most bytes that tensors of torch.empty and of files have had at one time."""
+    """Yields a list whose element is the peak number of live bytes in tensors of torch.empty and TensorFiles.read."""
     peak, live, empty, read = [0], [0], torch.empty, TensorFiles.read
 
     def count(tensor: torch.Tensor) -> torch.Tensor:
@@ -135,7 +135,7 @@ def counted_storage() -> Any:
 
     def counting(*arguments: Any, **options: Any) -> torch.Tensor:
         tensor = empty(*arguments, **options)
-        # What torch.save is asked about, whose memory nobody touches.
+        # Tensors that only describe a frame of torch.save; their memory is never touched.
         if sys._getframe(1).f_code.co_name == "_frame":
             return tensor
         return count(tensor)
@@ -225,7 +225,7 @@ def test_wrong_folders_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert f"{run} contains no config.json" in told(capsys, run, tmp_path / "other")
     assert f"--load is {hub}: no checkpoint found" in told(capsys, hub, tmp_path / "other", back=True)
     assert f"{tmp_path / 'none'} contains no config.json" in told(capsys, tmp_path / "none", tmp_path / "other")
-    # The companions of another model.
+    # Tokenizer and configuration files of a different model.
     other = saved(small_model("qwen3-8b"), tmp_path / "qwen")
     error = told(capsys, run, tmp_path / "back", "--hf-reference", str(other), back=True)
     assert "Qwen3ForCausalLM of the files next to the checkpoint differs in" in error and "--qk-layernorm" in error
@@ -240,7 +240,7 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
     hub = saved(small_model(TIED), tmp_path / "hub", max_shard_size="5GB")
     run = convert(hub, tmp_path / "run")
     assert "output_layer.weight" not in list_tensors(run / "release")
-    # Some files have the output layer all the same.
+    # Some files with tied embeddings contain the output layer nevertheless.
     file = hub / "model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"].clone()}, file)
@@ -250,7 +250,7 @@ def test_tied_weights_are_stored_once(tmp_path: Path) -> None:
 
 @pytest.fixture
 def foresighted(tmp_path: Path) -> Path:
-    """A small DeepSeek-V3 with a layer of multi-token prediction, as the hub has it and transformers leaves it out."""
+    """Saves a small DeepSeek-V3 with a multi-token prediction layer, as on the Hub. Transformers omits this layer."""
     hub = saved(small_model("deepseek-v3"), tmp_path / "hub", max_shard_size="5GB")
     tensors = load_file(hub / "model.safetensors")
     last, further = f"model.layers.{LAYERS - 1}.", f"model.layers.{LAYERS}."
@@ -275,7 +275,7 @@ def test_layers_of_multi_token_prediction_are_converted(foresighted: Path, tmp_p
     back = convert(run, tmp_path / "back", back=True)
     assert contents(back) == contents(foresighted)
     assert (back / "config.json").read_bytes() == (foresighted / "config.json").read_bytes()
-    # As transformers saves it, it has none.
+    # Saved by transformers, the model has no such layer.
     without = convert(saved(small_model("deepseek-v3"), tmp_path / "without"), tmp_path / "run without")
     assert load_common(without / "release")["args"]["mtp_num_layers"] is None
 
@@ -283,7 +283,7 @@ def test_layers_of_multi_token_prediction_are_converted(foresighted: Path, tmp_p
 def test_a_copy_that_is_none_is_named(foresighted: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file, copy = foresighted / "model.safetensors", f"model.layers.{LAYERS}.shared_head.head.weight"
     tensors = load_file(file)
-    # Files may lack it.
+    # Files may omit this copy.
     save_file({name: value for name, value in tensors.items() if name != copy}, file)
     convert(foresighted, tmp_path / "run")
     tensors[copy][7, 7] += 1

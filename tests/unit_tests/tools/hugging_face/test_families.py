@@ -1,4 +1,4 @@
-"""What config.json says as settings, and back: presets, parameters as transformers counts them, what is refused."""
+"""Conversion between config.json and settings: presets, parameter counts of transformers, rejected configurations."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ from tests.unit_tests.tools.hugging_face.small_hub import LAYERS, SMALL, model_o
 def test_presets_are_what_config_json_says(name: str) -> None:
     preset, settings = vars(parse_args(argv=["--model", name])), settings_of_config(KNOWN_CONFIGS[name])
     assert comparable_settings(preset) == comparable_settings(settings)
-    # Those that no checkpoint is compared by, too.
+    # Including settings that are not compared between checkpoints.
     assert {key: preset[key] for key in settings if key not in ("window_size", "moe_layer_freq")} == {
         key: value for key, value in settings.items() if key not in ("window_size", "moe_layer_freq")
     }
@@ -46,7 +46,7 @@ def test_a_new_config_json_says_the_same(name: str) -> None:
     written = config_of_settings(settings_of_config(config), dtype="bfloat16")
     assert written["architectures"] == config["architectures"] and written["dtype"] == "bfloat16"
     assert comparable_settings(settings_of_config(written)) == comparable_settings(settings_of_config(config))
-    # Transformers understands every key of it, and builds the same model.
+    # Transformers accepts every key, and builds the same model.
     assert {key: tuple(tensor.shape) for key, tensor in model_on("meta", written).state_dict().items()} == {
         key: tuple(tensor.shape) for key, tensor in model_on("meta", config).state_dict().items()
     }

@@ -1,4 +1,4 @@
-"""Weights in fewer bits are read as the numbers that they stand for; other kinds are refused by name."""
+"""Quantized weights are read as the values that they represent; unsupported formats are rejected by name."""
 
 import json
 from pathlib import Path
@@ -13,12 +13,12 @@ from megatron.tools.safetensors_files import ONE_FILE, TensorFiles
 from tests.unit_tests.tools.hugging_face.conversions import contents, convert, told
 from tests.unit_tests.tools.hugging_face.small_hub import saved, small_model
 
-BLOCK = 24  # divides no width of the model
+BLOCK = 24  # no width of the model is a multiple
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [BLOCK, BLOCK]}
 
 
 def rewritten(hub: Path, tensors: dict[str, torch.Tensor], quantization: dict) -> Path:
-    """The folder with these tensors, and a config.json that says in which way they are in fewer bits."""
+    """Replaces the tensors in a folder, adds the quantization to its config.json, and returns the folder."""
     save_file(tensors, hub / ONE_FILE)
     config = json.loads((hub / "config.json").read_text())
     (hub / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
@@ -26,7 +26,7 @@ def rewritten(hub: Path, tensors: dict[str, torch.Tensor], quantization: dict) -
 
 
 def in_fp8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Numbers in FP8, factors of blocks, and what they stand for: [R, C] fp8, [blocks, blocks] fp32, [R, C] fp32."""
+    """Quantizes to [R, C] fp8 with fp32 scales per block. Returns the values, the scales and the dequantized values."""
     rows, columns = (-(-size // BLOCK) for size in weight.shape)
     values, factors = torch.empty_like(weight, dtype=torch.float8_e4m3fn), torch.empty(rows, columns)
     meant = torch.empty_like(weight)
@@ -52,13 +52,13 @@ def test_fp8_in_blocks(tmp_path: Path) -> None:
     assert len(expected) > 100 and {value.dtype for value in found.values()} == {torch.bfloat16}
     for name, value in found.items():
         assert torch.equal(value, expected.get(name, tensors[name]).to(value.dtype)), name
-    # What is written is no longer in fewer bits.
+    # The converted model is no longer quantized.
     assert "quantization_config" not in json.loads((back / "config.json").read_text())
     assert contents(convert(convert(back, tmp_path / "again"), tmp_path / "twice", back=True)) == contents(back)
 
 
 def test_mxfp4(tmp_path: Path) -> None:
-    """Against transformers' own reading of it."""
+    """Compares dequantized MXFP4 tensors with those of transformers."""
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(0, 256, (3, 6, 2, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(115, 131, (3, 6, 2), generator=generator, dtype=torch.uint8)

@@ -42,7 +42,7 @@ def test_training_line_has_the_fields_that_parsers_of_megatron_logs_expect() -> 
     assert "| learning rate: 3.000000E-04 | decoupled learning rate: 5.000000E-04 | global batch" in line
 
 
-# How users' scripts take numbers out of a log.
+# Regular expressions with which users' scripts parse a log.
 USERS_PATTERNS = {
     r"iteration\s+(\d+)/\s*\d+": "4",
     r"consumed samples:\s+(\d+)": "24",
@@ -76,7 +76,7 @@ PATTERNS_OF_FLAGS = {
 def test_patterns_that_users_have_find_every_number(fields: dict[str, Any], patterns: dict[str, str]) -> None:
     lines: list[str] = []
     log = ConsoleLog(2, write=lines.append)
-    # Throughput is that of the interval: a slow step weighs more.
+    # Throughput is averaged over the interval, so a slow step has a larger weight.
     slow = {name: fields[name] / 2 for name in ("tflops", "mfu") if name in fields}
     log.on_step_end(replace(STEP, **slow))
     log.on_step_end(replace(STEP, iteration=4, **fields))
@@ -91,7 +91,7 @@ def test_skipped_steps_are_counted_but_not_averaged() -> None:
     assert "lm loss: 2.000000E+00" in line
     assert re.search(r"skipped iterations: +2 \| number of nan iterations: +2", line)
     assert "lm loss" not in format_training_line([skipped], 100)
-    # A script may report a value at some steps alone.
+    # A script may report a value only at some steps.
     rare = replace(STEP, losses={"lm loss": 4.0, "reward": 1.0})
     assert "lm loss: 3.000000E+00 | reward: 1.000000E+00 |" in format_training_line([rare, STEP], 100)
 
@@ -151,7 +151,7 @@ def test_resume_drops_lines_past_its_start_and_a_line_cut_short(tmp_path: Path) 
             stream.write(torn)
     keep_lines_until(tmp_path / "steps.jsonl", 3)
     text = (tmp_path / "steps.jsonl").read_text()
-    # The end of a line alone may be missing.
+    # Only the final newline may be missing.
     (tmp_path / "steps.jsonl").write_text(text.rstrip("\n"))
     keep_lines_until(tmp_path / "steps.jsonl", 3)
     assert (tmp_path / "steps.jsonl").read_text() == text
@@ -225,7 +225,7 @@ def test_lines_wait_for_room_on_a_full_disk(tmp_path: Path, capsys: pytest.Captu
     log = JsonlLog(tmp_path)
     log.on_train_start(RunStart(iteration=0, train_iters=9))
     log.on_step_end(replace(STEP, iteration=1))
-    # In the middle of the next line, as where the last block of a disk is taken.
+    # The limit is reached in the middle of the next line, as when a disk becomes full.
     resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, limits[1]))
     try:
         for iteration in (2, 3):

@@ -1,4 +1,4 @@
-"""Weights & Biases gets TensorBoard's points, through the package wandb in its offline mode."""
+"""Weights & Biases receives the same points as TensorBoard, through the package wandb in offline mode."""
 
 import argparse
 import sys
@@ -78,7 +78,7 @@ def test_scripts_log_through_the_writer_and_an_error_marks_the_run_as_failed(tmp
     log.on_step_end(replace(STEP, iteration=2))
     publish_run(arguments(tmp_path))
     get_wandb_writer().log({"own": 7.0}, 2)
-    # Steps that come again after a rewind leave the points as they are.
+    # Steps that are repeated after a rewind leave the points unchanged.
     log.on_step_end(replace(STEP, iteration=4))
     log.on_step_end(replace(STEP, iteration=2, grad_norm=9.0))
     with pytest.raises(OSError, match="disk"):

@@ -1,6 +1,6 @@
-"""Kills at every write of a save, and damage to every piece: a complete checkpoint always loads.
+"""Kills at every write of a save, and damage to every piece. A complete checkpoint can always be loaded.
 
-It is the one that was reported as saved, or a later one.
+It is the last one that was reported as saved, or a later one.
 """
 
 import os
@@ -28,7 +28,7 @@ from tests.unit_tests.training.small_run import SmallRun
 
 
 def save_iteration(folder, iteration, *, staging=None):
-    """Saves as a training run does, with tensors that several ranks share."""
+    """Saves like a training run, with tensors that are shared by several ranks."""
     rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     rows = ShardedTensor.at("rows", torch.full((2, 30), float(iteration)), (2 * size, 30), (2 * rank, 0))
     if rank == 0:
@@ -74,13 +74,13 @@ def end_child(pid):
 
 
 def save_and_die(folder, iteration, *, number, in_background):
-    """Whether a forked process killed at its n-th write had reported a save, and whether it exited normally."""
+    """Kills a forked process at its n-th write. Returns whether it had reported a save, and whether it exited normally."""
     said = folder.with_name("said")
     said.unlink(missing_ok=True)
     child = os.fork()
     if child == 0:
         killing = disk.os = KillingOs(number)
-        # Deletions of folders bypass that module.
+        # Deletions of folders do not go through that module.
         sys.addaudithook(lambda event, _: killing.count() if event in ("os.remove", "os.rmdir") else None)
         save_iteration(folder, iteration, staging=StagingMemory() if in_background else None)
         said.write_text(str(iteration))
@@ -175,7 +175,7 @@ def test_a_flipped_bit_in_any_tensor_names_it_and_the_checkpoint_before_is_taken
     assert len(pieces) > 10
     for index, (name, piece) in enumerate(pieces):
         whole = (folder / name).read_bytes()
-        # At the start, the end, and a random place in between, which need not be an element.
+        # At the start, the end, and a random byte in between, which need not begin an element.
         flip(
             folder / name, (piece.start, piece.end - 1, piece.start + piece.num_bytes * index // len(pieces))[index % 3]
         )

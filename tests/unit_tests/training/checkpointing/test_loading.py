@@ -1,4 +1,4 @@
-"""Save and resume of a run in one process, bit for bit, and the effect of each flag."""
+"""Bit-identical save and resume of a run in one process, and the effect of each flag."""
 
 import argparse
 import errno
@@ -30,7 +30,7 @@ def test_resume_at_any_step_continues_bit_for_bit(tmp_path, dtype, step):
     folder = whole.save(tmp_path)
     expected = whole.train(4).snapshot()
     resumed = SmallRun(dtype=dtype)
-    random.gauss(0, 1), numpy.random.normal()  # generators in another state than in the saved run
+    random.gauss(0, 1), numpy.random.normal()  # the generators' states differ from the saved run
     assert resumed.load(tmp_path) == step
     assert_equal(resumed.train(4).snapshot(), expected)
     assert folder == tmp_path / f"iter_{step:07d}"

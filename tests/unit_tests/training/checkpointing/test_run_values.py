@@ -1,4 +1,4 @@
-"""The JSON part of a training run's checkpoint: values of the wrong type are refused by name."""
+"""The JSON part of a training run's checkpoint. Values of the wrong type raise errors with their names."""
 
 import json
 

@@ -28,7 +28,7 @@ def model_of(words: str, *, on_meta: bool = True) -> torch.nn.Module:
     args.padded_vocab_size = args.unpadded_vocab_size = args.vocab_size
     args.params_dtype, args.init_model_with_meta_device = torch.float32, on_meta
     args.virtual_pipeline_model_parallel_size = None
-    # The table of positions is no parameter, and long.
+    # The table of positions contains no parameters, and would be large.
     args.max_position_embeddings = 16
     return build_gpt(args)
 
@@ -39,8 +39,8 @@ def test_parameters_are_those_of_the_published_model(known: KnownModel) -> None:
     args = arguments_of(f"--model {known.name}")
     model = model_of(f"--model {known.name}")
     assert all(parameter.is_meta for parameter in model.parameters())
-    # What files have is counted: weights, and the biases of routers that no gradient moves. The layers that predict
-    # tokens further ahead come on top of what models are said to have.
+    # Counts the values stored in files: weights and router biases, which have no gradients. Published counts exclude
+    # multi-token prediction layers.
     stored = [*model.named_parameters(), *(item for item in model.named_buffers() if item[0].endswith("expert_bias"))]
     parameters = {name: tensor for name, tensor in stored if not name.startswith("mtp.")}
     total = sum(parameter.numel() for parameter in parameters.values())
@@ -92,7 +92,7 @@ def test_a_tiny_model_keeps_every_kind_of_tensor_and_setting(name: str) -> None:
     assert sum(parameter.numel() for parameter in model_of(tiny).parameters()) < 1_000_000
     ratios = [(a.num_attention_heads, a.num_query_groups or a.num_attention_heads) for a in (full, small)]
     assert ratios[0][0] * ratios[1][1] == ratios[1][0] * ratios[0][1]
-    # What is no size stays as it is.
+    # Settings other than sizes are unchanged.
     for switch in ("rotary_percent", "use_rope_scaling", "moe_router_pre_softmax", "moe_router_topk_scaling_factor"):
         assert vars(full)[switch] == vars(small)[switch]
     for either in ("window_size", "moe_router_num_groups", "moe_shared_expert_intermediate_size", "q_lora_rank"):

@@ -67,7 +67,7 @@ def test_here_is_this_machine() -> None:
     table = planned_device({"MEGATRON_PLAN_DEVICE": "cpu"})
     assert device.name == "cpu" and device.devices_per_node == os.cpu_count()
     assert device.memory_bytes == pytest.approx(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    # Links are those of the table, products and copies are measured.
+    # Link speeds come from the table, while GEMMs and copies are measured.
     assert device.node_gb_s == table.node_gb_s and device.fp32_tflops != table.fp32_tflops
     assert 1e-4 < device.fp32_tflops < 100 and 0 < device.attainable_attention <= 1 and device.kernel_us > 0
 

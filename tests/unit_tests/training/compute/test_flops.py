@@ -1,4 +1,4 @@
-"""Compares counted operations with torch's count for a real model; tests numbers of all and of active parameters."""
+"""FLOP counts compared with torch's count for a real model, and the numbers of total and active parameters."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from megatron.training.compute.flops import count_parameters
 from megatron.training.training import num_floating_point_operations
 from tests.unit_tests.training.flag_models import model_of_flags
 
-# Other kernels are given values as wide as keys, which torch counts.
+# Other kernels pad values to the width of keys, and torch counts the padding.
 LATENT = (
     "--multi-latent-attention --position-embedding-type rope --kv-lora-rank 12 --qk-head-dim 10 "
     "--qk-pos-emb-head-dim 6 --v-head-dim 9 --attention-backend unfused --attention-dropout 0"
@@ -38,7 +38,7 @@ def counted(model: torch.nn.Module) -> float:
     tokens = torch.randint(100, (2, 16))
     with FlopCounterMode(display=False) as counter:
         model(tokens, torch.arange(16).expand(2, 16), None, labels=tokens).mean().backward()
-    # Attention's two products are the batched ones; torch counts the masked half too.
+    # Only attention uses batched GEMMs. Torch counts the masked half, too.
     counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
     attention = sum(count for op, count in counts.items() if "bmm" in op or "attention" in op)
     assert attention > 0
@@ -48,10 +48,10 @@ def counted(model: torch.nn.Module) -> float:
 def test_frozen_weights_have_no_gradients_to_compute() -> None:
     args, model = model_of_flags("--lora-rank 2")
     tokens, hidden, rank = 2 * 16, 32, 2
-    # Inputs and outputs of what has adapters: qkv, proj, fc1, fc2.
+    # Input and output widths of the adapted layers: qkv, proj, fc1 and fc2.
     widths = (1 + 3) * hidden + (1 + 1) * hidden + 2 * (1 + 4) * hidden
     adapters = 3 * 2 * tokens * 3 * rank * widths
-    # The first layer's input is of frozen embeddings.
+    # The first layer's input requires no gradient, because embeddings are frozen.
     unneeded = 2 * tokens * (hidden * 3 * hidden + hidden * rank)
     assert num_floating_point_operations(args, 2) == counted(model) - adapters + unneeded
 
@@ -70,7 +70,7 @@ def test_packed_documents_count_their_own_lengths() -> None:
     args, _ = model_of_flags("")
     whole = num_floating_point_operations(args, 2)
     assert num_floating_point_operations(args, 2, 2 * args.seq_length**2, 2 * args.seq_length) == whole
-    # Two documents in each sample: half of the scores, and all other products.
+    # Two documents in each sample need half of the attention scores, and all other GEMMs.
     halves = num_floating_point_operations(args, 2, 4 * (args.seq_length / 2) ** 2)
     scores = 2 * (whole - halves)
     assert num_floating_point_operations(args, 2, 0.0) == whole - scores > 0

@@ -1,4 +1,4 @@
-"""A model that does not fit in memory is refused before its layers are built; a model that fits is not."""
+"""A model that exceeds memory raises an error before its layers are built. A model that fits does not."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from megatron.training.meters.memory import check_weights_fit
 
 LARGE = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
 MOE = {**LARGE, "num_moe_experts": 8, "moe_ffn_hidden_size": 64, "moe_layer_freq": [0, 1]}
-# Attention 2 x 64 x 64 a layer, feed-forward 2 x 64 x 256 or 8 x 2 x 64 x 64, the vocabulary 100 x 64; fp32.
+# Per layer 2 x 64 x 64 for attention and 2 x 64 x 256 or 8 x 2 x 64 x 64 for the MLP; 100 x 64 embeddings; fp32.
 DENSE_BYTES = 4 * (2 * 2 * 64 * 64 + 2 * 2 * 64 * 256 + 100 * 64)
 MOE_BYTES = 4 * (2 * 2 * 64 * 64 + 2 * 64 * 256 + 8 * 2 * 64 * 64 + 100 * 64)
 

@@ -209,7 +209,7 @@ def pool_report(**fields: Any) -> PoolReport:
             {"spilled_pages": 4, "dropped_act": 2, "factor_to_keep_all": 1.15},
             "4 pages spilled to the host, act recomputed 2 times, too few pages (factor needed 1.28, given 1.10)",
         ),
-        # Of a step whose order was not known, in a pool with room for all of it.
+        # A step with an unknown order, in a pool with enough pages for all of it.
         ({"dropped_act": 2, "factor_to_keep_all": 0.95}, "act recomputed 2 times"),
         ({"dropped_act": 2, "device_pages": 0, "factor": 0.0}, "act recomputed 2 times"),
         (
@@ -278,7 +278,7 @@ def test_console_files_and_tensorboard_show_the_same(tmp_path: Path) -> None:
     sizes = [{}] * 3 + [{"device_pages": 0, "host_pages": 900}] * 2
     steps = [[figures_of_step(0, step, **size)[0] for step, size in enumerate(sizes, 1)]]
     reports = reports_of_rank(steps, 0)
-    # Less full, but of another plan, in which all pages are to be on the host.
+    # Uses fewer pages, but follows a different plan with all pages on the host.
     host = reports[4].pool
     assert 0 < host.host_high_water < 800 and host.spilled_pages == 0
     assert host.timeline == stash_timeline(max(steps[0][3:], key=held_at_most))

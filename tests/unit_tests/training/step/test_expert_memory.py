@@ -41,7 +41,7 @@ class Toy:
 
     @classmethod
     def of(cls, num_microbatches: int = 2, *, balanced_rows: int = 2 * TOKENS, **settings: Any) -> "Toy":
-        """balanced_rows: fewer than T x K, as on a rank whose experts receive more than their share."""
+        """Builds the model. balanced_rows: fewer than T x K if a rank's experts receive more than their share."""
         torch.manual_seed(3)
         shape = {"num_layers": 4, "hidden_size": 32, "num_attention_heads": 2, "num_moe_experts": 4}
         experts = {"moe_ffn_hidden_size": 48, "moe_grouped_gemm": True, "moe_expert_rank_capacity_factor": 1.5}
@@ -132,7 +132,7 @@ def test_more_microbatches_keep_the_pool_and_a_measured_peak_sets_it() -> None:
     figures = toy.memory.last_step
     assert figures is not None and figures.layout is not None
     assert figures.layout.device_pages == 2 * figures.pages_wanted == 2 * figures.balanced_pages
-    # A row more than 1.5 x: where buffers have whole rows it may have fitted.
+    # Slightly more than 1.5 x. In a buffer with a whole number of rows, the rows may have fitted.
     toy.passes(1)
     toy.memory.step.factor_needed.fill_(1.51)
     toy.memory.end_step()
@@ -145,7 +145,7 @@ def test_a_stash_follows_what_runs_where_frozen_layers_keep_nothing() -> None:
     toy.model.embedding.requires_grad_(False)
     toy.model.decoder.layers[0].requires_grad_(False)
     epochs = [(toy.step(), toy.memory.epoch) for _ in range(4)]
-    # After the first step: no plan any more; after the second one: its order is that of the third.
+    # The plan is dropped after the first step. The order of the second step is used for the third.
     assert epochs == [(1, 1), (1, 1), (1, 2), (1, 2)]
     figures = toy.memory.last_step
     assert figures is not None
@@ -214,7 +214,7 @@ def test_fuller_passes_change_the_reserve_in_place() -> None:
         torch.testing.assert_close(toy.grads, whole.grads, rtol=0, atol=0)
         shares.append(stash.reserved_share)
         assert memory.stash is (other if count == 4 else stash) and memory.epoch == 0
-    # All rows are expected from the end of the first step on.
+    # From the end of the first step on, all rows are expected.
     assert shares == [0.999] * 3 and other is not None and other.reserved_share == 0.999
     assert fresh.memory.stash is not None and before
     for one in (toy, fresh):
@@ -229,7 +229,7 @@ def test_the_first_steps_of_a_resumed_run_reserve_as_the_steps_before_its_checkp
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     toy = Toy.of(balanced_rows=TOKENS // 2, moe_paged_stash_buffer_size_factor_cuda=8.0)
-    # As if every pass had the balanced rows, a quarter of a buffer.
+    # Simulates passes with balanced rows, which fill a quarter of a buffer.
     monkeypatch.setattr(toy.memory, "_learn_rows", lambda rows: 1.0)
     toy.memory.prepare(LearnedSizes(rows_share={2: 3.0}, expert_ranks=1), num_microbatches=2, pp_group=None)
     shares = []
