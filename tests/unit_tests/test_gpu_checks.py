@@ -64,7 +64,7 @@ def program(folder: Path, name: str, text: str) -> str:
 def until(condition, seconds: float = 20.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it never happened"
+        assert time.monotonic() < end, "the condition was never met"
         time.sleep(0.01)
 
 

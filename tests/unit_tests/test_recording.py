@@ -73,7 +73,7 @@ def test_lost_lines_are_those_that_stand_and_ran_before() -> None:
 def test_a_recorded_run_has_the_lines_of_ranks_and_of_programs(tmp_path: Path) -> None:
     tests = ["test_harness.py", "core/test_timers.py"]
     command = [sys.executable, "-m", "pytest", "-q", "-p", "tests.recording.plugin", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "RECORD_TESTS": str(tmp_path), "PYTHONPATH": ""}  # else pytest itself is a recorded program
+    environment = {**os.environ, "RECORD_TESTS": str(tmp_path), "PYTHONPATH": ""}  # else pytest is a recorded program
     paths = [str(ROOT / "tests/unit_tests" / name) for name in tests]
     subprocess.run([*command, "-k", "rank_order or adds_intervals", *paths], cwd=ROOT, env=environment, check=True)
     records: list[dict[str, Any]] = [

@@ -122,7 +122,7 @@ def test_pages_of_any_version_come_to_the_same_content(tmp_path: Path) -> None:
         assert live.answer(answer["version"])["changes"] is None
         with (folder / "steps.jsonl").open("a") as log:
             log.write(json.dumps({"iteration": step, "lm_loss": 1.0, "accuracy": step, "held": HELD}) + "\n")
-    assert len(set(versions)) == 8 and live.answer(None)["version"] == versions[-1], "not so soon again"
+    assert len(set(versions)) == 8 and live.answer(None)["version"] == versions[-1], "must not update again this soon"
     seconds[0] += 60
     latest = live.answer(None)
     for version in versions:

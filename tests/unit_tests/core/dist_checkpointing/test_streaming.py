@@ -40,7 +40,7 @@ def test_each_box_is_let_go_of_before_the_next_is_made(tmp_path: Path) -> None:
 
     def boxes() -> Iterator[ShardedTensor]:
         for number in range(4):
-            assert all(storage() is None for storage in made), f"{len(made)} boxes are kept"
+            assert all(storage() is None for storage in made), f"{len(made)} boxes are still referenced"
             tensor = torch.full((1, 8), float(number))
             made.append(weakref.ref(tensor.untyped_storage()))
             box = ShardedTensor.at("a", tensor, (4, 8), (number, 0))

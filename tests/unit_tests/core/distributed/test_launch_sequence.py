@@ -38,7 +38,7 @@ class Rank:
             self.sequence.count_gradient(group)
             now.add(group)
             launched = self.sequence.mark_ready(group)
-            assert set(launched) & set(self.groups) <= now, "launched before it was ready"
+            assert set(launched) & set(self.groups) <= now, "a group was launched before it was ready"
             self.launched[-1] += launched
             yield
 

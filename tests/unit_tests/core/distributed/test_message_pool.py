@@ -12,10 +12,10 @@ def test_memory_of_a_message_is_that_of_the_next_one_that_fits() -> None:
     pool = MessagePool(torch.float32, CPU, is_kept=True)
     first, second = pool.open(100), pool.open(50)
     places = first.data_ptr(), second.data_ptr()
-    assert places[0] != places[1], "both are in use"
+    assert places[0] != places[1], "both blocks are in use"
     pool.close(first)
     pool.close(second)
-    assert pool.open(40).data_ptr() == places[1], "the smallest that fits"
+    assert pool.open(40).data_ptr() == places[1], "must reuse the smallest block that fits"
     again = pool.open(60)
     assert (again.data_ptr(), again.numel(), again.dtype) == (places[0], 60, torch.float32)
 
@@ -26,7 +26,7 @@ def test_a_larger_message_takes_the_place_of_a_piece_that_is_too_small() -> None
         pool.close(pool.open(numel))
     kept = pool.open(30)
     small = pool.open(5)
-    assert small.untyped_storage().nbytes() == 4 * 5, "nothing but the largest was left"
+    assert small.untyped_storage().nbytes() == 4 * 5, "only the largest block was free"
     assert kept.untyped_storage().nbytes() == 4 * 30
 
 

@@ -47,7 +47,7 @@ def test_tiles_hold_every_pair_that_sees_each_other_once(
         columns = [torch.zeros(BATCH, SEQ // size, SEQ // len(blocks), dtype=torch.int) for _ in blocks]
         for count, keys in zip(columns, blocks):
             for tile in tiles_of_batch(held[rank], keys, segments=segments, window=window):
-                assert pairs(tile).any(dim=1).all(), "a row sees nothing of its tile"
+                assert pairs(tile).any(dim=1).all(), "a row attends to no key of its tile"
                 count[tile.batch, tile.queries, tile.keys] += pairs(tile)
         parts.append(join_sequence(columns, 2))
     starts = torch.zeros(BATCH, SEQ, dtype=torch.int) if borders is None else _segment_starts(borders)

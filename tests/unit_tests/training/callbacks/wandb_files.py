@@ -45,7 +45,7 @@ def _read(path: Path) -> WandbRun:
         elif kind == "exit":
             assert run is not None
             run.exit_code = record.exit.exit_code
-    assert run is not None, f"{path} holds no run"
+    assert run is not None, f"{path} contains no run"
     return run
 
 

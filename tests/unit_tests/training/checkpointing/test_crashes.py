@@ -66,7 +66,7 @@ def load_rows(path):
         except ValueError:
             continue
         return rows
-    raise AssertionError("rows of no known size")
+    raise AssertionError("rows of unknown size")
 
 
 def end_child(pid):
@@ -74,7 +74,7 @@ def end_child(pid):
 
 
 def save_and_die(folder, iteration, *, number, in_background):
-    """Kills a forked process at its n-th write. Returns whether it had reported a save, and whether it exited normally."""
+    """Kills a forked process at its n-th write. Returns whether it had reported a save and ended normally."""
     said = folder.with_name("said")
     said.unlink(missing_ok=True)
     child = os.fork()

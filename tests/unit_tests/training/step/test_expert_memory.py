@@ -82,7 +82,7 @@ class Toy:
                 self.memory.end_step()
                 return runs
             self.memory.grow_sync(iteration=1)
-        raise AssertionError("to grow does not help")
+        raise AssertionError("growing the pool does not help")
 
     @property
     def grads(self) -> list[Tensor]:
@@ -168,7 +168,7 @@ def test_lengths_that_come_again_find_their_stashes_and_only_growth_ends_an_epoc
         memory.begin_step(num_microbatches=count, forward_only=False)
     assert memory.epoch == 1
     memory.begin_step(num_microbatches=9, forward_only=False)
-    assert memory.epoch == 2, "a step of 1 would have another stash"
+    assert memory.epoch == 2, "a step of 1 microbatch would use a different stash"
     small = Toy.of(moe_paged_stash_buffer_size_factor_cuda=0.1)
     assert [(small.step(), small.memory.epoch) for _ in range(2)] == [(2, 1), (1, 1)]
 

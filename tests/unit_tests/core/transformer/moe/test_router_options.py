@@ -168,7 +168,7 @@ def test_jitter_scales_the_input_in_training_alone() -> None:
         x = torch.randn(2, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         torch.manual_seed(seed)
         table, routing_map = router(x)
-        assert routing_map.all(), "four of four experts"
+        assert routing_map.all(), "all four experts are chosen"
         torch.manual_seed(seed)
         noisy = (x * torch.empty_like(x).uniform_(0.9, 1.1)) @ router.weight.t()
         torch.testing.assert_close(table, noisy.softmax(dim=-1))

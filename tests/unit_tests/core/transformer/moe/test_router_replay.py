@@ -57,7 +57,7 @@ def test_replay_gives_the_recorded_experts_after_weights_changed(kind: str) -> N
     loss = loss_of(model)
     for found, wanted in zip(seen, recorded, strict=True):
         assert torch.equal(found.indices, wanted)
-    assert loss.item() != plain.item(), "weights are those of the scores now"
+    assert loss.item() != plain.item(), "weights must come from the current scores"
     loss.backward()
     assert all(router.weight.grad.abs().sum() > 0 for router in routers(model))
 

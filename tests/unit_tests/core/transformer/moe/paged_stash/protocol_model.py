@@ -268,7 +268,7 @@ def explore(case: Case) -> int:
                     seen.add(key)
                     todo.append(state)
         if not moved:
-            check(all(stage == len(stream) for (stage, _), stream in zip(positions, streams)), "everything waits")
+            check(all(stage == len(stream) for (stage, _), stream in zip(positions, streams)), "all streams wait")
             case.check_end(memory)
     return len(seen)
 

@@ -176,7 +176,7 @@ def test_a_runner_repeats_the_step_that_overflowed(manager: PagedStashManager) -
     for number, found in enumerate(([0.1, 0.2], [0.3, 0.4])):
         model.zero_grad()
         assert runner(data_iterator=batches, num_microbatches=2) == found
-        assert runner.num_reruns == number, "the first step keeps everything, the second has too few pages"
+        assert runner.num_reruns == number, "the first step has enough pages, the second too few"
     assert reads == [0.1, 0.2, 0.3, 0.4, 0.3, 0.4]
     for value in (0.3, 0.4):
         plain(torch.full((C, HIDDEN), value).requires_grad_())[:LIVE].square().sum().backward()
@@ -194,7 +194,7 @@ def test_a_single_tensor_moves_into_pages_and_back(dtype: torch.dtype) -> None:
     tensors = [PagedTensor(bits.clone().view(dtype), torch.tensor([count]), page_size=8) for count in (13, 9)]
     for tensor in tensors:
         tensor.offload_to_stash(buffer)
-    assert overflow.item() == 0 and spill.item() == 1, "the second has two of its pages on the host"
+    assert overflow.item() == 0 and spill.item() == 1, "two pages of the second tensor are on the host"
     for tensor, count in zip(tensors, (13, 9), strict=True):
         back = tensor.reload_from_stash(buffer)
         assert back.shape == (24, 32) and back.dtype == dtype
@@ -202,7 +202,7 @@ def test_a_single_tensor_moves_into_pages_and_back(dtype: torch.dtype) -> None:
     full = [PagedTensor(bits.clone().view(dtype)) for _ in range(2)]
     for tensor in full:
         tensor.offload_to_stash(buffer)
-    assert overflow.item() == 1, "six pages are needed and four are there"
+    assert overflow.item() == 1, "six pages are needed and four exist"
     buffer.reset()
     buffer.pool.check_integrity_sync()
     with pytest.raises(RuntimeError, match="not in pages"):

@@ -280,7 +280,7 @@ def test_what_does_not_fit_is_refused(call: Callable, message: str) -> None:
         call(pool, group, torch.zeros(256, dtype=torch.uint8))
 
 
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="page-locked memory can be had")
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="page-locked memory is available")
 def test_memory_that_cannot_be_locked_is_named() -> None:
     with pytest.raises(ValueError, match="4096 bytes of page-locked"):
         PagePool("meta", PoolLayout(64, 8, 64))

@@ -102,9 +102,9 @@ def test_rows_of_a_first_step_are_the_table_where_groups_are_alike() -> None:
             reserve.learn(event.group, specs, max_rows=ROWS)
             row = reserve.row(event.group, index)
             assert row is not None and row.tolist()[:2] == table[index][:2]
-            assert row[2] == table[index][2] or step == 0, "not all are known yet"
+            assert row[2] == table[index][2] or step == 0, "not all sizes are known in step 0"
             places.add(row.data_ptr())
-        assert len(places) == len(forwards), "plans may still read the rows of others"
+        assert len(places) == len(forwards), "plans may still read the rows of other events"
 
 
 def test_a_share_counts_on_what_open_groups_give_back() -> None:

@@ -90,7 +90,7 @@ def test_a_pool_of_every_input_and_little_more_never_lacks_pages_for_inputs(is_g
         assert is_empty_sync(stash) and not stash.is_void_sync()
         dropped.append(stash.pool.occupancy_sync().counters[Counter.DROPPED_GATE_UP])
         stash.reset()
-    assert dropped == [4 if is_given else 6, 4, 4], "a step without a known order keeps x alone"
+    assert dropped == [4 if is_given else 6, 4, 4], "a step with an unknown order stashes only x"
 
 
 def test_a_step_that_is_reset_before_its_last_backward_teaches_no_order() -> None:
@@ -223,7 +223,7 @@ def test_neither_the_order_of_pages_nor_a_second_run_changes_anything(seed: int)
             launched = [event.name for event in seen.events() if event.name.startswith("paged_stash::")]
             stashed = launched.count("paged_stash::plan")
             assert all(launched.count(f"paged_stash::{verb}") == stashed for verb in ("stash", "restore", "release"))
-            assert stashed == (2 if stash.order.events else 3), "one launch of each for every group that waits"
+            assert stashed == (2 if stash.order.events else 3), "each pending group takes one launch of each kernel"
             stash.reset()
 
 
@@ -235,7 +235,7 @@ def test_a_footprint_says_whether_the_stash_saves(pages: int, saves: bool) -> No
     stash.reset()
     found = stash.footprint()
     group_bytes = C * 4 * (HIDDEN + 3 * FFN + 1)  # x, gate_up, act and weights of one group
-    assert (found.static_bytes, found.working_set_bytes) == (4 * group_bytes, 2 * group_bytes), "the last is resident"
+    assert (found.static_bytes, found.working_set_bytes) == (4 * group_bytes, 2 * group_bytes), "1 group is resident"
     assert found.arena_bytes == pages * PAGE_BYTES and (found.saving > 0) == saves
 
 

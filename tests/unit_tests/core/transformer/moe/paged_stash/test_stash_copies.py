@@ -61,7 +61,7 @@ def test_a_copy_of_a_model_has_a_stash_of_the_same_settings_and_its_own_pages(co
     under_way = model(torch.full((C, 4), 0.5, requires_grad=True))
     held = stash.pool.occupancy_sync()
     other = copied(copied(model))
-    assert "_unbound" in other.stash.__dict__, "a copy that trains nothing takes no memory"
+    assert "_unbound" in other.stash.__dict__, "a copy that does not train allocates no memory"
     with torch.no_grad():
         other(torch.ones(C, 4))
     assert "_unbound" in other.stash.__dict__ and stash.pool.occupancy_sync() == held
