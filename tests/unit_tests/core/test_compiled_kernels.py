@@ -220,7 +220,7 @@ def test_the_matrix_compiles_to_what_the_table_says(kernel: str, table: list[Row
         (80, 32, 4, 82 * 1024, 1),  # shared memory: 83 of 164 KiB, including the reserved KiB
         (90, 32, 4, 82 * 1024, 2),  # 83 of 228 KiB
         (90, 32, 4, 0, 16),  # threads: 2048
-        (100, 16, 1, 0, 32),  # blocks
+        (100, 16, 1, 0, 32),  # resident blocks: 32
         (90, 128, 16, 0, 1),
     ],
 )

@@ -1,4 +1,4 @@
-"""Configuration fields: values that validate_fields accepts, and its messages for others."""
+"""Configuration fields: values that validate_fields accepts, and error messages for other values."""
 
 from dataclasses import dataclass
 from typing import Any

@@ -94,7 +94,7 @@ def test_equal_boxes_give_one_part():
 
 
 class GatedMLP(torch.nn.Module):
-    """A module whose fc1 holds gate rows over up rows."""
+    """A module whose fc1 stores gate rows followed by up rows."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ class GatedMLP(torch.nn.Module):
 
 
 class Stack(torch.nn.Module):
-    """Two gated experts whose gates are stored as one stacked tensor, which overrides the experts' own description."""
+    """Two gated experts whose gates are stored as one stacked tensor. Overrides the experts' logical pieces."""
 
     def __init__(self):
         super().__init__()
@@ -121,7 +121,7 @@ class Stack(torch.nn.Module):
 
 
 class Wrapper(torch.nn.Module):
-    """A wrapper such as DDP."""
+    """A wrapper like DDP."""
 
     def __init__(self, module):
         super().__init__()
@@ -198,7 +198,7 @@ def _any_parameter(random: Random) -> tuple[int, list[LogicalPiece]]:
         )
         return a * group, [q, k, v]
     if kind == "experts":
-        # a experts, transposed, gate next to up; the stored tensors have one more expert before them.
+        # a experts, transposed, with gate next to up. The stored tensors contain one more expert before them.
         strides, stored = (2 * b * c, 1, 2 * b), (a + 1, b, c)
         return 2 * a * b * c, [LogicalPiece(f"k{i}", (a, b, c), strides, i * b, stored, (1, 0, 0)) for i in range(2)]
     if kind == "padded":

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay compared with values computed by hand."""
+"""Learning rates and weight decay compared with values computed by hand."""
 
 import math
 import random

@@ -1,4 +1,4 @@
-"""Helpers that scripts import by name, with wrapped models."""
+"""Helper functions that scripts import by name, applied to wrapped models."""
 
 import logging
 from importlib import metadata

@@ -1,4 +1,4 @@
-"""Pages hold everything that they need, escape all values, and name the packages that are not installed."""
+"""Pages are self-contained, escape all values, and name packages that are not installed."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Builds plans of the functional tests' bases. Holds no tests."""
+"""Builds plans of the functional tests' base configurations. Contains no tests."""
 
 import pretrain_gpt
 from megatron.planner.plan import Plan, plan_run
@@ -8,7 +8,7 @@ from tests.functional_tests.case import Flags, command_line, read_bases
 
 
 def planned(base: str, flags: Flags, *, ranks: int = 1) -> tuple[Plan, list[str]]:
-    """Returns the plan of a base with these flags, and its printed lines."""
+    """Returns the plan of a base configuration with these flags, and its printed lines."""
     argv = command_line({**read_bases()[base], **flags})
     args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", str(ranks)]))
     plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)

@@ -115,7 +115,7 @@ def test_json_holds_the_plan_and_the_page_is_made_of_it(tmp_path: Path) -> None:
         "activations": None,
     }
     assert stage["total"] == _stage(1, 4).total and (stage["host_pages"], stage["host_states"]) == (GIB, 0)
-    # Activations take more than the update, which runs without them.
+    # Activations occupy more memory than the update, which runs after they are freed.
     assert stage["peak"] == stage["total"] + GIB // 4 == _stage(1, 4).peak
     assert replace(_stage(1, 4), updating=7 * GIB).peak == 19 * GIB
     assert stage["groups"]["dp_cp"] == {"size": 8, "ranks": "0:113:16"}
@@ -221,7 +221,7 @@ def test_lines_split_a_step_by_cause() -> None:
     reason="needs a browser: apt-get install chromium, as .ci/run does",
 )
 def test_a_browser_shows_every_picture_readably(tmp_path: Path) -> None:
-    # The longest names that stages have.
+    # The longest possible names of stages.
     document = _document()
     document["stages"][-1] |= {"stage": 255, "rank": 262_143}
     copy = tmp_path / "plan.html"
@@ -270,7 +270,7 @@ def test_any_rank_can_be_planned_and_written(tmp_path: Path, capsys, monkeypatch
     document = json.loads((tmp_path / "logs" / "plan.json").read_text())
     assert [stage["rank"] for stage in document["stages"]] == [2, 6]
     assert (tmp_path / "logs" / "plan.html").read_text() == page(document)
-    # Under torchrun the first rank plans for all.
+    # Under torchrun the first rank plans for all ranks.
     monkeypatch.setenv("WORLD_SIZE", "8")
     print_plan(
         args, pretrain_gpt.model_provider, reread=lambda words: args, forward_step_func=pretrain_gpt.forward_step

@@ -1,4 +1,4 @@
-"""The line of a plan on whether it fits its device, and on the flags that make it fit."""
+"""The line of a plan about whether it fits its device, and the flags that make it fit."""
 
 import argparse
 import html
@@ -95,7 +95,7 @@ def test_a_tight_fit_is_reported(verdict: Verdict) -> None:
     assert line.endswith("GiB per rank (less than 10% left for the CUDA context and the allocator)"), line
 
 
-# Flags and a change that makes them fit. A plan may suggest another change, which must fit, too.
+# Flags, and a change with which they fit. A plan may suggest a different change, which must fit, too.
 WIDE = {"hidden-size": 128, "overlap-grad-reduce": True}
 LONG = {"seq-length": 256, "max-position-embeddings": 256, "use-distributed-optimizer": True}
 NEEDS = {

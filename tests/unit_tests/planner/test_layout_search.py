@@ -1,4 +1,4 @@
-"""Step times added up from single layers, compared with dry runs of the same runs."""
+"""Step times computed from single layers, compared with dry runs of the same layouts."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.setup import setup_tokenizer
 
 RANKS = 16
-# Few layers of full width. With kernels as short as a launch, the launches per bucket would matter.
+# Few layers of full width. If kernels were as short as a launch, the number of launches per bucket would matter.
 FLAGS = "--seq-length 2048 --global-batch-size 64"
 DENSE, MIXTURE = ("llama3-8b", "--num-layers", "4"), ("mixtral-8x7b", "--num-layers", "4")
 LATENT = ("deepseek-v2-lite", "--num-layers", "4", "--moe-layer-freq", "[0]+[1]*3")
@@ -110,7 +110,7 @@ def test_flops_of_layers_and_end_add_up_to_the_model(model: str) -> None:
 
 def test_scaled_costs_equal_own_costs() -> None:
     device = _device()
-    # With full recompute, saved tensors do not tell which recomputed kernels belong to experts.
+    # With full recompute, saved tensors do not show which recomputed kernels belong to experts.
     words = ["--model", *MIXTURE, *FLAGS.split(), *f"{ZERO_1} {FULL}".split()]
     request = read_request(words, world_size=RANKS, devices_per_node=device.devices_per_node)
 
@@ -124,13 +124,13 @@ def test_scaled_costs_equal_own_costs() -> None:
     for place in ((8, 1), (4, 2)):
         about, own = (one.cost(layouts[place], limit=1 << 40) for one in (scaled, _costs(request, device)))
         assert about is not None and own is not None
-        # The tolerance of the search.
+        # The tolerance that the search allows.
         assert about.seconds == pytest.approx(own.seconds, rel=0.02)
 
 
 @pytest.mark.slow
 def test_estimates_are_independent_of_the_layout_that_they_are_scaled_from() -> None:
-    # The first layout shares experts over tensor parallel ranks, which name its messages. Others cross nodes.
+    # In the first layout, tensor parallel ranks share experts, and its messages have their name. Others cross nodes.
     device = replace(_device(), devices_per_node=2)
     words = f"{TENSOR} --expert-tensor-parallel-size 1 {PIPE} 2 {FULL} {ZERO_1} --moe-expert-rank-capacity-factor 2"
     given = ["--model", *MIXTURE, *FLAGS.split(), *words.split()]

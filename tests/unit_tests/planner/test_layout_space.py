@@ -1,4 +1,4 @@
-"""Cuts of layers into pipeline parts, and the extrapolation of long steps."""
+"""Splits of layers into pipeline parts, and the extrapolation of long steps."""
 
 import pytest
 

@@ -86,7 +86,7 @@ def test_messages_of_two_levels_of_context_parallelism_are_on_the_groups_of_the_
     both, heads, ring = sent
     assert both.keys() == {("hcp_0", "all-to-all"), ("hcp_1", "send")}
     assert stages[0].groups["hcp_0"] == (0, 1) and stages[0].groups["hcp_1"] == (0, 2)
-    # The same tensors are exchanged. A block of the ring has twice the tokens and half the heads, and takes one step
+    # The same tensors are exchanged. A block of the ring has twice the tokens and half the heads, and needs one step
     # instead of three.
     exchanged, passed = both["hcp_0", "all-to-all"], both["hcp_1", "send"]
     assert (exchanged.group_size, exchanged.num_bytes) == (2, heads["cp", "all-to-all"].num_bytes)
@@ -141,5 +141,5 @@ print(time.process_time(), re.search(r"VmHWM:\\s+(\\d+)", status)[1])
     # Time of one core, since other processes share the machine.
     assert seconds < 60 and kibibytes < 2 * 2**20
     assert words[0].startswith("plan of 16384 ranks: pipeline 16, expert 64, data 1024;")
-    # A plan that does not fit is followed by further plans.
+    # Only plans that fit end here. Others are followed by further plans.
     assert words[-1].startswith("fits H100: ")

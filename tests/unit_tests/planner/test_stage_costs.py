@@ -1,4 +1,4 @@
-"""Memory added up from single layers, compared with plans of the same runs that build whole stages."""
+"""Memory computed from single layers, compared with plans of the same runs that build whole stages."""
 
 import random
 

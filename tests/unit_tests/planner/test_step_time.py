@@ -1,4 +1,4 @@
-"""Estimated times of steps, against cases that can be computed by hand."""
+"""Estimated step times in cases that can be computed by hand."""
 
 from dataclasses import replace
 
@@ -44,7 +44,7 @@ DEVICE = Device(
 
 
 def _seconds(seconds: float, kind: str = "attention") -> Kernels:
-    """Returns a matmul of that many seconds."""
+    """Returns a matrix multiplication that takes that many seconds."""
     return Kernels({Kernel(kind, Unit.MATMUL, "bf16", seconds * 1e12, 0.0): 1})
 
 

@@ -1,4 +1,4 @@
-"""Kernels of a planned step: FLOPs by pass as the log counts them, and recompute counted separately."""
+"""Kernels of a planned step: FLOPs per pass as in the log, and recomputation counted separately."""
 
 import pytest
 

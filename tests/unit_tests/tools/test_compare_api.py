@@ -58,7 +58,7 @@ class Thing:
 
     @property
     def size(self) -> int:
-        """The size."""
+        """Current size."""
         return self._size
 
     def grow(self, by: int = 16) -> None:
@@ -67,12 +67,12 @@ class Thing:
 
     @staticmethod
     def build(cls: type, number: int) -> None:
-        """Takes a class, which the list leaves out like that of a class method."""
+        """Has a first parameter named cls, which the list of names omits as in class methods."""
 
 
 @dataclass(kw_only=True)
 class Options:
-    """Fields of every kind."""
+    """Has a field of each kind."""
 
     width: int = 0
     scale: float | None = 2.5

@@ -1,4 +1,4 @@
-"""Safetensors files: the library reads what we write, and the reverse; damaged files are named."""
+"""Safetensors files are interchangeable with those of the library, and damaged files are named."""
 
 import json
 import sys

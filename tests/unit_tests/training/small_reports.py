@@ -45,7 +45,7 @@ def pool_report(**fields: Any) -> PoolReport:
 
 
 def stash_report(**fields: Any) -> StashReport:
-    """Returns the report of expert buffers with room to spare, with these fields replaced."""
+    """Returns the report of expert buffers with spare capacity, with these fields replaced."""
     stash = StashReport(
         steps=1,
         void_steps=0,

@@ -138,7 +138,7 @@ _USABLE = [
     flag
     for flag in flag_table().flags
     if flag.state in (FlagState.WORKS, FlagState.NO_EFFECT)
-    # The scale needs a model.
+    # model_scale requires a model.
     and flag.dest not in ("config", "print_config", "list_models", "model_scale")
     and not isinstance(flag.nargs, int)
 ]

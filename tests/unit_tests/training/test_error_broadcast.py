@@ -1,4 +1,4 @@
-"""Tests of errors sent between ranks. functional_tests/test_faults.py has killed and hanging processes."""
+"""Tests of errors sent between ranks. functional_tests/test_faults.py covers killed and hanging processes."""
 
 import threading
 import time
@@ -16,14 +16,14 @@ OPERATIONS = ("all_reduce", "all_gather")
 
 
 def _message_of_rank(rank: int, store: dist.Store, *, delay: float) -> str:
-    """Returns the error of a rank that loses its connection in a collective, after others have lost theirs."""
-    # The watching thread would end this process, so it gets a store that always fails.
+    """Returns the error of a rank that loses its connection in a collective after another rank has reported a loss."""
+    # A working store would let the watching thread end this process.
     unwatched = Mock(check=Mock(side_effect=RuntimeError))
     with pytest.raises(RemoteRankError) as caught, ErrorBroadcast(describe=str, leave=lambda: None) as broadcast:
         broadcast.connect(store, rank=rank, world_size=2, watched=unwatched, hosts_store=False)
         broadcast._waited_in = PendingCollective(OPERATIONS[rank], "world", (0, 1), 3, 60.0, 60.0, False)
         if delay:
-            # Until rank 0 has reported its lost connection.
+            # Waits until rank 0 has reported its lost connection.
             store.wait(["num lost"], timedelta(seconds=30))
         time.sleep(delay)
         raise RuntimeError("Connection closed by peer")
@@ -32,7 +32,7 @@ def _message_of_rank(rank: int, store: dist.Store, *, delay: float) -> str:
 
 def test_no_rank_is_accused_where_ranks_wait_for_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(error_broadcast, "_GRACE_SECONDS", 30.0)
-    # Not a HashStore, whose `add` and `compare_set` do not wake threads that wait for the key.
+    # HashStore's `add` and `compare_set` do not wake threads that wait for the key.
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     client = dist.TCPStore("127.0.0.1", host.port, is_master=False)
     messages: dict[int, str] = {}

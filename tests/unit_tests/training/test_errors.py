@@ -1,4 +1,4 @@
-"""User mistakes end a run with one line, bugs with a traceback."""
+"""User errors end a run with one line, and bugs with a traceback."""
 
 import subprocess
 import sys
@@ -22,7 +22,7 @@ def fail_with(error: BaseException) -> None:
 
 
 def fail_again(error: Exception) -> None:
-    """Raises an error as all_ranks_agree does on the rank that failed."""
+    """Raises an error like all_ranks_agree on the rank that failed."""
     try:
         fail_with(error)
     except ValueError as caught:

@@ -33,7 +33,7 @@ def _answer_as_a_web_server_does(connection: socket.socket) -> None:
 
 @contextlib.contextmanager
 def _listening(answer: Callable[[socket.socket], None]) -> Iterator[int]:
-    """Yields a port that another program uses."""
+    """Yields a port on which another program listens."""
     listener = socket.create_server(("127.0.0.1", 0))
     connections = []
 

@@ -22,7 +22,7 @@ def write_corpus(prefix: Path, num_documents: int = 40, longest: int = 30, seed:
 
 
 def dataset_config(prefix: Path | None, **changes) -> GPTDatasetConfig:
-    """Returns a configuration for one pair, or for mock data."""
+    """Returns a configuration for one .bin/.idx pair, or for mock data."""
     blend = None if prefix is None else ([str(prefix)], None)
     values = {"sequence_length": 8, "blend": blend, "split": "8,1,1", "tokenizer": VOCABULARY}
     return GPTDatasetConfig(**{**values, **changes})

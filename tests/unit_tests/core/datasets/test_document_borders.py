@@ -24,7 +24,7 @@ OPTIONS = {"reset_position_ids": True, "reset_attention_mask": True, "eod_mask_l
 
 
 class Tokens:
-    """One document in memory."""
+    """An in-memory corpus of one document."""
 
     def __init__(self, tokens: np.ndarray) -> None:
         self.tokens = tokens

@@ -1,4 +1,4 @@
-"""Document, sample and shuffle index compared with plain loops over the token stream."""
+"""Document, sample and shuffle indices compared with plain loops over the token stream."""
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=12)
 
 
 def naive_order(documents: list[int], seq_length: int, num_samples: int, *, lengths: list[int], seed: int):
-    """Constructs the indices as Megatron describes them: documents in stream order, and samples in request order."""
+    """Builds the indices as Megatron describes them: documents in stream order, and samples in request order."""
     per_epoch = sum(lengths[document] for document in documents)
     epochs = 1
     while epochs * per_epoch < num_samples * seq_length + 1:

@@ -1,4 +1,4 @@
-"""Samples of each rank: exact resume, and global batches with the same samples on any layout."""
+"""Samples of each rank: exact resume, and the same samples in a global batch with any parallel layout."""
 
 import itertools
 

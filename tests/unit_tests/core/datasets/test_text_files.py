@@ -1,4 +1,4 @@
-"""Documents of text files are complete and unchanged, and bad lines are reported."""
+"""Documents of text files are read completely and unchanged, and invalid lines are reported."""
 
 import json
 from pathlib import Path

@@ -14,12 +14,12 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int
 
 @dataclasses.dataclass
 class CutTensors:
-    """Global tensors by key."""
+    """Global tensors by key, and random splits of them into boxes."""
 
     tensors: dict[str, torch.Tensor]
 
     def cut(self, random: Random, num_ranks: int) -> list[list[ShardedTensor]]:
-        """Returns each rank's boxes, which together cover every tensor, with replicas and overlaps."""
+        """Returns each rank's boxes. Together they cover every tensor, with replicas and overlaps."""
         ranks: list[list[ShardedTensor]] = [[] for _ in range(num_ranks)]
         for key, tensor in self.tensors.items():
             shape = tuple(tensor.shape)

@@ -1,4 +1,4 @@
-"""Background saves in one process: they store the state at their start, and a failed save changes nothing."""
+"""Background saves in one process store the state at their start, and a failed save changes nothing."""
 
 import os
 import threading
@@ -109,7 +109,7 @@ def test_staging_memory_is_used_again(tmp_path):
 
 
 def test_both_ways_of_saving_write_the_same_files(tmp_path):
-    # Pieces of two sizes: a blocking save computes the checksums of the large ones on a second thread.
+    # Pieces of two sizes. A blocking save computes the checksums of the large ones on a second thread.
     sizes = [storage._SHARED_BYTES // 4 * (1 + index % 2) for index in range(12)]
     state = values(3) + [ShardedTensor.whole(f"{index}", torch.rand(size)) for index, size in enumerate(sizes)]
     save_items(state, tmp_path / "a", common={"number": 3})

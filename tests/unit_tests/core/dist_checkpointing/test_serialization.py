@@ -181,7 +181,7 @@ def test_what_json_cannot_hold_is_refused(tmp_path, bad):
 
 
 def save_and_die_at_event(folder, number):
-    """Replaces the checkpoint in a forked process that kills itself at its n-th access to the folder's files."""
+    """Replaces the checkpoint in a forked process, which kills itself at its n-th access to a file."""
     child = os.fork()
     if child == 0:
         seen = 0
@@ -211,7 +211,7 @@ def die_at_every_event(folder):
 
 @pytest.mark.slow
 def test_a_kill_at_any_file_access_leaves_a_whole_checkpoint_and_the_next_save_cleans_up(tmp_path):
-    # In a separate process, because a fork of pytest would inherit the locks of its threads.
+    # In a separate process, because a fork of pytest would inherit locks held by its threads.
     assert run_on_ranks(die_at_every_event, 1, tmp_path / "c", backend=None)[0] > 15
     assert os.listdir(tmp_path) == ["c"]
 
@@ -226,7 +226,7 @@ def test_a_checkpoint_of_the_first_format_loads_in_other_boxes():
         ShardedTensor.at("decoder.layers.0.weight", weight, (8, 6), (2, 0)),
         ShardedTensor.whole("optimizer.exp_avg.decoder.layers.0.weight", moment),
     ]
-    # Written by two processes in format version 1, whose manifest lists no pieces.
+    # Written by two processes in format version 1, whose manifest contains no pieces.
     assert load_items([wanted, rest, flags], Path(__file__).parent / "format_1") == {"iteration": 7}
     assert torch.equal(weight, values[2:6]) and torch.equal(moment, values.bfloat16())
     assert rest[0].data == 7 and rest[1].data == {"python": [3, None]} and flags.data.tolist() == [True, False, True]

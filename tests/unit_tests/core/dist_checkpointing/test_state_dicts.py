@@ -1,4 +1,4 @@
-"""save and load with Megatron-Core's arguments, and the fields and constructors of its sharded items."""
+"""save and load with Megatron-Core's arguments, and fields and constructors of its sharded items."""
 
 from pathlib import Path
 from typing import Any

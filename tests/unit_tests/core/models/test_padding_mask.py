@@ -40,7 +40,7 @@ def _config(**fields: Any) -> Any:
 
 
 def _watch(model: GPTModel) -> list[Tensor]:
-    """Returns a list to which each router's forward appends its logits: [S, B, E], fp64."""
+    """Records the logits of each router's forward in the returned list: [S, B, E], fp64."""
     found: list[Tensor] = []
     for module in model.modules():
         if type(module).__name__ == "TopKRouter":

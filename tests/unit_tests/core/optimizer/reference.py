@@ -35,7 +35,7 @@ def wrap(model, group=None, *, overlap=None, pg_collection=None, **settings):
 def wrap_and_build(model, group=None, config_overrides=None, **settings):
     """Returns the wrapped model and its optimizer. settings: OptimizerConfig's fields; lr defaults to 0.01.
 
-    config_overrides: in addition to the standard ones.
+    config_overrides: added to the standard overrides.
     """
     wrapped = wrap(model, group, deterministic_mode=settings.get("deterministic_mode", False))
     config = OptimizerConfig(**{"lr": 0.01, **settings})

@@ -1,4 +1,4 @@
-"""Loss scales over sequences of clean and overflowing steps."""
+"""Changes of the loss scale over sequences of clean and overflowing steps."""
 
 import pytest
 

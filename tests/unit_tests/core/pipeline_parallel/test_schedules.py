@@ -218,7 +218,7 @@ def test_counts_of_a_stage_are_those_of_its_schedule(stages: int, chunks: int, g
         found, evaluation = count_passes(), count_passes(forward_only=True)
         kinds = [action.kind for action in order]
         ahead = kinds.index(ActionKind.BACKWARD)
-        # The forward directly before the first backward alternates with it, unless all forwards come first.
+        # The forward directly before the first backward belongs to the steady state, unless all forwards come first.
         warmup = ahead if ahead == count * chunks and found[1] else ahead - 1
         assert found == (count * chunks, warmup == count * chunks, warmup, count * chunks - warmup)
         assert evaluation == (count * chunks, True, count * chunks, 0)

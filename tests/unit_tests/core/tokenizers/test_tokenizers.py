@@ -1,4 +1,4 @@
-"""Round trips and special ids of the tokenizers, and errors for wrong configurations."""
+"""Round trips and special ids of the tokenizers, and errors for invalid configurations."""
 
 import json
 import pickle

@@ -13,7 +13,7 @@ TEXT = ["hello world, hello hello", "the quick brown fox jumps over the lazy dog
 
 
 def write_sentencepiece(path: Path, **settings: object) -> Path:
-    """Trains a byte-fallback BPE of about 300 pieces: <unk>, <s>, </s> are 0, 1, 2, and there is no pad."""
+    """Trains a byte-fallback BPE of about 300 pieces, with ids 0, 1, 2 for <unk>, <s>, </s> and without padding."""
     model = io.BytesIO()
     wanted = {"vocab_size": 320, "model_type": "bpe", "byte_fallback": True, "normalization_rule_name": "identity"}
     sentencepiece.SentencePieceTrainer.train(
@@ -26,7 +26,7 @@ def write_sentencepiece(path: Path, **settings: object) -> Path:
 
 
 def ranks() -> list[bytes]:
-    """Returns 256 bytes and some words, in the order of their ranks."""
+    """Returns 256 bytes and some words, in order of their ranks."""
     words = [b"th", b"he", b"the", b" the", b"ell", b"ello", b"hello", b" w", b"or", b" wor", b"20", b"HE"]
     return [bytes([byte]) for byte in range(256)] + words
 

@@ -115,7 +115,7 @@ class ForeignMLP(nn.Module):
 
 
 class ForeignActivation(nn.Module):
-    """The gated SiLU as a module."""
+    """Gated SiLU as a module."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""TransformerConfig's checks and derived fields, and building modules from specs."""
+"""TransformerConfig's checks and derived fields, and modules built from specs."""
 
 import types
 from typing import Any

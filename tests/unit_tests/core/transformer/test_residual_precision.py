@@ -30,7 +30,7 @@ def half_model(**fields: Any) -> GPTModel:
 
 
 def stream_of(model: GPTModel) -> list[Tensor]:
-    """Runs forward and backward; returns the input of the first layer and each layer's output."""
+    """Runs forward and backward. Returns the input of the first layer and the outputs of all layers."""
     seen: list[Tensor] = []
     layers = [layer for layer in model.decoder.layers if isinstance(layer, TransformerLayer)]
     hooks = [

@@ -1,4 +1,4 @@
-"""Stash flags for tests that build a planned run by hand. Holds no tests."""
+"""Stash flags for tests that build a planned run by hand. Contains no tests."""
 
 import torch
 

@@ -1,6 +1,6 @@
-"""Runs the real stashes of all ranks of a run in one process, with given counts of expert rows. Holds no tests.
+"""Runs the real stashes of all ranks in one process, with given counts of expert rows. Contains no tests.
 
-Buffers, pages and schedules are those of the run.
+Buffers, pages and schedules equal those of the planned run.
 """
 
 import argparse
@@ -44,7 +44,7 @@ class RealRank:
         self.memory: ExpertMemory = found
         layers = [part for chunk in model for part in chunk.modules() if isinstance(part, MoELayer)]
         self._layers = {layer.router.layer_number: layer for layer in layers}
-        # check_effect needs all stages: a stage whose backward directly follows forward stashes nothing.
+        # check_effect expects all stages of the run. A stage whose backward directly follows forward stashes nothing.
         with patch.object(expert_memory, "check_effect"):
             self.memory.prepare(
                 LearnedSizes(), num_microbatches=batch_sizes(args).final_num_microbatches, pp_group=None
@@ -77,7 +77,7 @@ class RealRank:
 
 
 def run_together(ranks: Sequence[RealRank], tokens: dict[int, np.ndarray]) -> tuple[list[StepFigures], int]:
-    """Retries a step of all ranks until none overflows. Returns the figures of each rank and the number of retries."""
+    """Retries a step of all ranks until none overflows. Returns the results of each rank and the number of retries."""
     discards = 0
     while True:
         for rank in ranks:

@@ -1,4 +1,4 @@
-"""Times and bytes of three published shapes, and the sign of the saving of a stash."""
+"""Times and bytes of three published shapes, and whether a stash saves memory."""
 
 import pytest
 
@@ -31,7 +31,7 @@ def step(
     prefetch_groups: int = 1,
 ) -> Footprint:
     """Returns the footprint of a step with num_groups saved groups at its peak, as in a run's log line."""
-    names = [f"layer{number}" for number in range(num_groups + 1)]  # the last one's backward directly follows
+    names = [f"layer{number}" for number in range(num_groups + 1)]  # the last group's backward follows directly
     events = [StashEvent(EventKind.FORWARD, name, 0) for name in names]
     events += [StashEvent(EventKind.BACKWARD, name, 0) for name in reversed(names)]
     live_bytes = num_rows * expert.row_bytes
@@ -62,7 +62,7 @@ def test_published_shapes(name: str) -> None:
     spill = MACHINE.host_seconds(rows * expert.row_bytes)
     figures = [compute * 1e3, copies * 1e3, copies / compute * 100, without_act / compute * 100, spill * 1e3]
     figures += [100 * compute / 3 / spill, 100 * expert.input_bytes / expert.row_bytes]
-    last_digits = [0.01, 0.01, 0.1, 0.1, 0.1, 1, 1]  # of the published figures
+    last_digits = [0.01, 0.01, 0.1, 0.1, 0.1, 1, 1]  # of the published values
     assert all(abs(own - one) < 0.6 * digit for own, one, digit in zip(figures, times, last_digits))
     assert MACHINE.act_seconds(expert, rows) < MACHINE.copy_seconds(rows * expert.act_bytes)
     assert MACHINE.gate_up_seconds(expert, rows) == pytest.approx(compute * 4 / 18)

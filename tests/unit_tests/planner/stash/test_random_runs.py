@@ -24,7 +24,7 @@ from tests.routing_traces import write_trace
 from tests.unit_tests.planner.stash.real_stashes import RealRank, run_together
 
 STEPS = 3
-SKEWED, BALANCED = [32, 32, 0, 0], [16, 16, 16, 16]  # tokens of each expert, two choices of 32 tokens
+SKEWED, BALANCED = [32, 32, 0, 0], [16, 16, 16, 16]  # tokens of each expert, with two choices for 32 tokens
 
 
 def random_flags(choose: random.Random) -> Flags:
@@ -104,7 +104,7 @@ def test_the_reserve_follows_the_rows_of_recent_steps(tmp_path: Path, monkeypatc
         figures, _ = run_together(ranks, {layer: counts.numpy() for layer, counts in of_step.items()})
         assert [one.counters[Counter.DROPPED_ACT] for one in figures] == dropped[step].tolist()
         shares.append([rank.memory.stash.reserved_share for rank in ranks if rank.memory.stash is not None])
-    # The first rank has all rows of the skewed step, which is forgotten two steps later.
+    # The first rank has all rows of the skewed step. Its effect ends two steps later.
     assert shares == [[0.5, 0.5], [0.999, 0.5], [0.999, 0.5], [0.5, 0.5], [0.5, 0.5]]
     assert dropped[0].tolist() == dropped[4].tolist() == [0, 0] and dropped[2, 0] > 0
 
@@ -144,6 +144,6 @@ def test_pages_and_rungs_of_random_runs_are_those_that_were_planned(
                 assert own.balanced_pages == real.balanced_pages
                 for counter in counted:
                     seen[counter] += counted[counter]
-    # The runs covered all other counters.
+    # All other counters must have occurred.
     never = {counter for counter, count in seen.items() if count == 0}
     assert all_voids > 0 and never == {Counter.VOID, Counter.BAD_COUNT}

@@ -23,7 +23,7 @@ def planned(*, num_microbatches: int = 4, flags: StashFlags = FLAGS) -> PlannedR
 
 
 def one_by_one(chances: np.ndarray, random: np.random.Generator, draws: int) -> np.ndarray:
-    """Draws rows of passes, [draws, ranks], of tokens with TOPK independent choices."""
+    """Draws the rows of passes, [draws, ranks], for tokens with TOPK independent choices."""
     tokens = TOKENS * RANKS
     rows = np.empty((draws, RANKS))
     for draw in range(draws):

@@ -1,4 +1,4 @@
-"""Simulated pools decide and count as single pools do."""
+"""Pools that are simulated together make the same decisions and have the same counters as single pools."""
 
 import random
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""Tests of the short log lines: their fields, what they add in unusual steps, and their width."""
+"""Tests of the short log lines: fields, additions in unusual steps, and width."""
 
 import math
 from dataclasses import replace

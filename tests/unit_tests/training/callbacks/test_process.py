@@ -1,4 +1,4 @@
-"""Recorded steps have the names of the step's functions, and garbage is collected at the configured steps."""
+"""Recorded steps show the names of the step's functions, and garbage is collected at the configured steps."""
 
 import gc
 import json
@@ -50,7 +50,7 @@ def test_memory_history_names_who_took_the_memory(tmp_path: Path) -> None:
     assert [one["action"] for one in sizes[8000]] == ["alloc", "free_completed"]
     assert not sizes[4000] and not sizes[12000]
     assert [frame["name"] for frame in sizes[8000][0]["frames"]] == ["aten::empty", "step 2"]
-    assert "free completed for a 7.8KiB" in _memory_viz.trace(snapshot)  # torch's own reader takes it
+    assert "free completed for a 7.8KiB" in _memory_viz.trace(snapshot)  # readable by torch's own tool
 
 
 @pytest.mark.parametrize(("interval", "around_evaluations", "expected"), [(2, True, 5), (3, False, 2), (0, True, 3)])

@@ -12,7 +12,7 @@ from wandb.sdk.internal.datastore import DataStore
 
 @dataclass
 class WandbRun:
-    """A start of a run: its id, project, name, entity, settings, points by step, and exit status."""
+    """One start of a run: id, project, name, entity, settings, points by step, and exit status."""
 
     run_id: str
     project: str
@@ -24,7 +24,7 @@ class WandbRun:
 
 
 def read_wandb(folder: Path) -> list[WandbRun]:
-    """Returns the starts in the folder that wandb.init was given, oldest first."""
+    """Returns the starts of runs in the folder passed to wandb.init, oldest first."""
     files = sorted(folder.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns)
     return [_read(path) for path in files]
 

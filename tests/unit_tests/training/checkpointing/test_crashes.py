@@ -49,7 +49,7 @@ def save_iteration(folder, iteration, *, staging=None):
 
 
 def loaded_iteration(folder):
-    """Returns the iteration that a run would continue from, after loading all tensors."""
+    """Loads all tensors, and returns the iteration that a run would continue from."""
     found = find_checkpoint(str(folder))
     copy = torch.tensor(-1)
     assert load_items(ShardedTensor.whole("copy", copy), found.path) == {"iteration": found.iteration}
@@ -99,7 +99,7 @@ def die_at_every_write(folder, in_background):
         assert found in ((saved + 1,) if said else (saved, saved + 1)), (number, found, saved)
         saved = found
         if ended_well:
-            # The leftovers of the kills are gone.
+            # Leftovers of the kills have been removed.
             assert sorted(os.listdir(folder)) == [f"iter_{saved:07d}", "latest_checkpointed_iteration.txt"]
             return kills
         kills += 1
@@ -109,7 +109,7 @@ def die_at_every_write(folder, in_background):
 @pytest.mark.slow
 @pytest.mark.parametrize("in_background", [False, True], ids=["waiting", "beside training"])
 def test_a_kill_at_any_write_loses_nothing_that_was_said_to_be_saved(tmp_path, in_background):
-    # In a separate process, because a fork of pytest would inherit the locks of its threads.
+    # In a separate process, because a fork of pytest would inherit locks held by its threads.
     assert run_on_ranks(die_at_every_write, 1, tmp_path / "saved", in_background, backend=None)[0] > 40
 
 

@@ -180,7 +180,7 @@ def test_model_shape_comes_from_the_checkpoint_and_nothing_else_does(tmp_path):
     load_args_from_checkpoint(args)
     assert (args.num_layers, args.hidden_size, args.moe_layer_freq) == (3, 96, [0, 1, 1])
     assert (args.micro_batch_size, args.lr) == (2, 0.1)
-    # The run chooses the load balancing, unless it determines the weights of experts.
+    # Load balancing is a choice of the run, except for sinkhorn, which also determines the weights of experts.
     plain, sinkhorn = ({"moe_router_load_balancing_type": kind} for kind in ("aux_loss", ["sinkhorn"]))
     assert [model_arguments(plain, here=here) for here in ({}, sinkhorn)] == [{}, plain]
     assert [model_arguments(sinkhorn, here=here) for here in (plain, sinkhorn)] == [sinkhorn, {}]

@@ -1,4 +1,4 @@
-"""Each value of --dist-ckpt-strictness, for keys that only the run or only the checkpoint has."""
+"""Each value of --dist-ckpt-strictness, with keys that exist only in the run or only in the checkpoint."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from tests.unit_tests.training.small_run import SmallRun
 
 
 def with_bias(run):
-    """Adds a buffer to the run that others do not have."""
+    """Adds a buffer that exists in no other run."""
     run.model.module.register_buffer("later_bias", torch.full((2,), 5.0))
     return run
 

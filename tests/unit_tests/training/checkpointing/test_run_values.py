@@ -46,7 +46,7 @@ def test_a_value_of_another_type_is_named_before_anything_is_loaded(saved, place
     whole = (saved / "common.json").read_text()
     values = json.loads(whole)
     *path, last = place.split(".")
-    # The parts of these values are not distinguished.
+    # Errors name these values as a whole.
     named = next((whole for whole in ("scheduler", "learned_sizes", "optimizer.grad_scaler") if whole in place), place)
     holder = values
     for name in path:

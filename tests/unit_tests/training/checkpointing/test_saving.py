@@ -1,4 +1,4 @@
-"""Saves of a run: reported once complete, at most one pending, and a failed one does not end training."""
+"""Saves of a run are reported once complete, at most one is pending, and a failed one does not end training."""
 
 import os
 
@@ -34,7 +34,7 @@ def run(request, tmp_path):
 
 
 class FullDisk:
-    """The os module, except for writes."""
+    """The os module, except that writes fail as on a full disk."""
 
     def __getattr__(self, name):
         return getattr(os, name)

@@ -1,4 +1,4 @@
-"""Tests of named models: their numbers of parameters, the precedence of their flags, and features of tiny versions."""
+"""Tests of model presets: numbers of parameters, precedence of their flags, and features of tiny versions."""
 
 from functools import cache
 from typing import Any
@@ -80,7 +80,7 @@ def test_a_mistake_is_named(words: str, error: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_tiny_model_keeps_every_kind_of_tensor_and_setting(name: str) -> None:
-    """The tiny model has each kind of tensor of the full model."""
+    """Checks that the tiny model has each kind of tensor of the full model."""
 
     def kinds(words: str) -> set[str]:
         keys = (tensor.key for tensor in model_sharded_tensors(model_of(words)))

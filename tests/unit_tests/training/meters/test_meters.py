@@ -1,4 +1,4 @@
-"""Tests of meters: norms compared with fp64, operations per second, memory, and the slowest rank."""
+"""Tests of meters: norms compared with fp64, FLOPs per second, memory, and the slowest rank."""
 
 import argparse
 from dataclasses import replace

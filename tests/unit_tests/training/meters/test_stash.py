@@ -1,4 +1,4 @@
-"""Compares logged figures of expert buffers and pages with pools that execute event by event, over ranks and steps."""
+"""Compares logged values of expert buffers and pages with event-by-event simulated pools, over ranks and steps."""
 
 import argparse
 import json
@@ -40,7 +40,7 @@ LAYERS = ([[1, 2]], [[4, 5]])
 
 
 def figures_of_step(rank: int, step: int, *, device_pages: int = 60, host_pages: int = 10) -> tuple[StepFigures, int]:
-    """Runs random rows through a pool event by event; also returns the peak of held pages."""
+    """Runs random rows through a pool event by event. Also returns the peak number of held pages."""
     chosen = random.Random(f"{rank} {step}")
     events = stash_events(expand(stage_orders(Pipeline(2, 1), 3)[rank], LAYERS[rank]))
     pool = PoolModel(PoolLayout(512, device_pages, host_pages))
@@ -242,7 +242,7 @@ def advised_by(
 
 def test_a_run_advises_once_a_factor_for_typical_steps_that_often_recompute() -> None:
     ((iteration, (notes, pool)),) = advised_by(lambda iteration: 30).items()
-    # The first interval of three steps after 50 steps.
+    # The first interval of three steps that ends after step 50.
     assert iteration == 54 and notes == (advice_line(pool, steps=3, in_bytes=False),)
     assert advised_by(lambda iteration: 30 if iteration % 3 == 0 else 1000) == {}
     assert [*advised_by(lambda iteration: 1000 if iteration % 3 == 0 else 30)] == [54]

@@ -34,7 +34,7 @@ PAGES = {"moe_paged_stash": True, "moe_paged_stash_page_size": 8}
 
 @dataclass
 class Toy:
-    """Four expert layers in one process, in which every routing has T x K rows."""
+    """Four expert layers in one process, where each routing has T x K rows."""
 
     model: GPTModel
     memory: ExpertMemory

@@ -1,4 +1,4 @@
-"""A second read of a step's batches returns the same batches, and leaves the same random state."""
+"""A second read of a step's batches returns the same batches, and results in the same random state."""
 
 import random
 from collections.abc import Iterator

@@ -49,7 +49,7 @@ def operands(dtype=torch.bfloat16):
 
 @pytest.mark.parametrize("kernel", ProductKernel)
 def test_a_gradient_of_half_precision_is_added_to_fp32_unrounded(kernel, monkeypatch):
-    monkeypatch.setattr(grouped_gemm, "_adds_in_kernel", lambda _: True)  # as on a GPU
+    monkeypatch.setattr(grouped_gemm, "_adds_in_kernel", lambda _: True)  # simulates a GPU
     rows, weight, offsets = operands()
     main_grad, scale, taken = torch.full(weight.shape, 0.5), 0.3, []
 

@@ -92,5 +92,5 @@ def test_a_loss_of_a_plug_in_gets_the_scale_as_its_gradient() -> None:
     model = model_with_losses()
     MoEAuxLossAutoScaler.set_loss_scale(torch.tensor([4.0]))
     assert attached().tolist() == [8, 8, 8] and model.aux_losses.backward_scale.item() == 4
-    model.set_aux_loss_scale(torch.tensor(0.5))  # as a schedule does
+    model.set_aux_loss_scale(torch.tensor(0.5))  # simulates a schedule
     assert attached().tolist() == [1, 1, 1]

@@ -57,7 +57,7 @@ class OwnExperts(nn.Module):
         self.weights = nn.ParameterList([nn.Parameter(torch.randn(HIDDEN, HIDDEN) * 0.3) for _ in range(LAYERS)])
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """hidden: [C, H], fp32. Returns the same."""
+        """hidden: [C, H], fp32. Returns the same shape and dtype."""
         paged_stash_init_chunk_handler(1, None)
         for number, weight in enumerate(self.weights):
             if not self.is_stashed:
