@@ -1,4 +1,4 @@
-"""Reads the training command of a launch script. The expected result is that of bash running the same script."""
+"""Reads the training command of a launch script. The expected words come from bash running the same script."""
 
 import shlex
 import subprocess

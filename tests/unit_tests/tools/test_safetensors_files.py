@@ -1,4 +1,4 @@
-"""Safetensors files are interchangeable with those of the library, and damaged files are named."""
+"""Our safetensors files are readable by the library and vice versa, and damaged files are named."""
 
 import json
 import sys

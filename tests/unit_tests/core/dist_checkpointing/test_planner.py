@@ -25,7 +25,7 @@ def offers_of(ranks):
 
 
 def save_as(ranks, folder):
-    """Saves like begin_save with a process group, simulating one rank after the other."""
+    """Saves like begin_save in a process group, simulating the ranks one after the other."""
     written, metadata = assign_writes(offers_of(ranks))
     files = {}
     for rank, (items, writes) in enumerate(zip(ranks, written, strict=True)):

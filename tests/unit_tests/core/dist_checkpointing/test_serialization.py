@@ -181,7 +181,7 @@ def test_what_json_cannot_hold_is_refused(tmp_path, bad):
 
 
 def save_and_die_at_event(folder, number):
-    """Replaces the checkpoint in a forked process, which kills itself at its n-th access to a file."""
+    """Replaces the checkpoint in a forked process, which kills itself at its n-th access to the folder's files."""
     child = os.fork()
     if child == 0:
         seen = 0

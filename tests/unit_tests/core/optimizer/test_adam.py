@@ -1,4 +1,4 @@
-"""Flat runs step like torch's Adam in every form of storage, and skip the step when the device says so."""
+"""Flat runs step like torch's Adam in every form of storage, and skip the step if a flag on the device is set."""
 
 import itertools
 import math

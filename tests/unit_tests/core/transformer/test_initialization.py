@@ -1,4 +1,4 @@
-"""Initial values of parameter ranges equal those of the whole model, wherever it is split."""
+"""Initial values of parameter ranges equal the whole model's values, wherever the model is split."""
 
 from random import Random
 

@@ -58,7 +58,7 @@ def test_fp8_in_blocks(tmp_path: Path) -> None:
 
 
 def test_mxfp4(tmp_path: Path) -> None:
-    """Compares dequantized MXFP4 tensors with those of transformers."""
+    """Compares dequantized MXFP4 tensors with transformers' results."""
     generator = torch.Generator().manual_seed(1)
     blocks = torch.randint(0, 256, (3, 6, 2, 16), generator=generator, dtype=torch.uint8)
     scales = torch.randint(115, 131, (3, 6, 2), generator=generator, dtype=torch.uint8)

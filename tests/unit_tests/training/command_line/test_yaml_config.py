@@ -6,7 +6,7 @@ from megatron.training.command_line.yaml_config import plain_values
 
 
 def bomb(line: str, *, levels: int = 9) -> str:
-    """Returns YAML that expands to 10^levels values. line: template of a level, which repeats the previous one ten times."""
+    """Returns YAML that expands to 10^levels values. line: template for ten references to the previous level."""
     refer = [", ".join([f"*a{level}"] * 10) for level in range(levels)]
     return "\n".join(["a0: &a0 {x: 1}", *(line.format(level + 1, refer[level]) for level in range(levels))])
 

@@ -136,7 +136,7 @@ def test_a_dispatcher_runs_a_shared_expert_while_rows_are_sent() -> None:
 
 
 class ExpertChoiceRouter(nn.Module):
-    """A plug-in's router whose experts choose tokens and which returns tables."""
+    """A plug-in's router that returns tables and whose experts choose tokens."""
 
     def __init__(self, config: Any, pg_collection: Any = None, is_mtp_layer: bool = False) -> None:
         super().__init__()

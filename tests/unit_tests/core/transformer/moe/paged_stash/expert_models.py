@@ -26,7 +26,7 @@ Context = Callable[..., AbstractContextManager[Any]]
 
 
 def make_stash(device_pages: int = 600, host_pages: int = 0, **options: Any) -> PagedStash:
-    """Creates a stash on the CPU."""
+    """Creates a stash with a small CPU pool."""
     return PagedStash(PagePool("cpu", PoolLayout(PAGE_BYTES, device_pages, host_pages)), **options)
 
 
