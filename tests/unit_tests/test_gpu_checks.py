@@ -1,4 +1,4 @@
-"""The runner of `make gpu`: outcomes of checks, files after a kill, and an entry and time limit for each check.
+"""The runner of `make gpu`: outcomes of checks, result files after a kill, and each check's entry and time limit.
 
 Runners are separate processes, because they adopt orphans and wait for all of their children.
 """

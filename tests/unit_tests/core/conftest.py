@@ -60,7 +60,7 @@ def _method(function: Callable) -> Callable:
 
 
 def _let_loops_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes tensors usable as loop bounds: Triton 3.6 converts a one-element array to int, which NumPy 2.4 rejects."""
+    """Makes tensors usable as loop bounds: Triton 3.6 converts a one-element array to int, which NumPy 2.4+ rejects."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     patch_tensor = interpreter._patch_lang_tensor
 

@@ -150,7 +150,7 @@ class Forbidden:
 
 
 class OwnLayer(TransformerLayer):
-    """A user-defined layer, of which it is unknown whether it draws random numbers."""
+    """A user-defined layer, which may or may not draw random numbers."""
 
 
 NOTHING_DRAWN: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0}
