@@ -229,8 +229,6 @@ def check_source(workspace: Workspace) -> None:
         if not workspace.tokenizer.exists():
             folder = shown(workspace.folder)
             raise SystemExit(f"error: {folder} does not contain the tokenizer of its run: move that folder away")
-                f"error: {shown(workspace.folder)} does not contain the tokenizer of its run: move that folder away"
-            )
     elif not is_same:
         workspace.tokenizer.unlink(missing_ok=True)
         remove_tokens(workspace)
