@@ -1,1 +1,1 @@
-"""Tests of megatron; `python -m pytest` from the repository root runs them."""
+"""Tests of megatron. Run them with `python -m pytest` from the repository root."""

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, driven over its DevTools pipe. Holds no tests."""
+"""Drives a headless Chromium over its DevTools pipe, for tests of HTML pages. Contains no tests."""
 
 import fcntl
 import json
@@ -23,7 +23,7 @@ FLAGS = [
     *("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking"),
     *("--disable-component-update", "--disable-sync", "--hide-scrollbars", "--force-color-profile=srgb"),
 ]
-# Texts of a page's figures that stick out of their figure or overlap each other, and parts that are cut off.
+# JavaScript that returns the texts that extend beyond their figure or overlap each other, and the clipped parts.
 FIGURE_PROBLEMS = """[...document.querySelectorAll(".plot")].flatMap(picture => {
   const frame = picture.getBoundingClientRect(), problems = [];
   const texts = [...picture.querySelectorAll("svg text")].map(t => [t.textContent, t.getBoundingClientRect()])
@@ -42,19 +42,19 @@ FIGURE_PROBLEMS = """[...document.querySelectorAll(".plot")].flatMap(picture => 
 
 
 def embedded_figures(page: str) -> list[dict[str, Any]]:
-    """Returns the figures that an HTML page holds, as plotly reads them."""
+    """Returns the figures embedded in an HTML page, in plotly's JSON form."""
     return [json.loads(text) for text in re.findall(r'<script type="application/json">(.*?)</script>', page)]
 
 
 def without_plotly(page: str) -> str:
-    """Returns an HTML page without plotly's own source."""
+    """Returns an HTML page without the embedded source of plotly."""
     before, script, after = re.split(r'(?s)(?<=<script id="plotly">)(.*?)(?=</script>)', page, maxsplit=1)
     assert len(script) > 10**6
     return before + after
 
 
 class Page:
-    """A tab. problems: what its console and its errors said; requests: all URLs that it asked for."""
+    """A browser tab. problems: console messages and uncaught errors. requests: URLs of all network requests."""
 
     def __init__(self, commands: int, answers: int) -> None:
         self._commands, self._answers = os.fdopen(commands, "wb", buffering=0), os.fdopen(answers, "rb", buffering=0)
@@ -69,31 +69,31 @@ class Page:
             self._call(f"{domain}.enable")
 
     def open(self, url: str, *, width: int, height: int = 2000) -> None:
-        """Goes to the address in a window of so many pixels, and waits until it is loaded."""
+        """Opens the URL in a window of width x height pixels, and waits until the page is loaded."""
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
         self._call("Emulation.setDeviceMetricsOverride", **size)
         self._call("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'")
 
     def evaluate(self, expression: str) -> Any:
-        """The JSON value of the expression on the page."""
+        """Evaluates a JavaScript expression on the page and returns its JSON value."""
         done = self._call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in done, done["exceptionDetails"]
         return done["result"].get("value")
 
     def wait_for(self, expression: str, *, seconds: float = 60.0) -> None:
-        """Until the expression is true on the page."""
+        """Waits until a JavaScript expression is true on the page."""
         self.until(lambda: bool(self.evaluate(expression)), what=expression, seconds=seconds)
 
     def until(self, is_so: Callable[[], bool], *, what: str, seconds: float = 60.0) -> None:
-        """Until `is_so`, asked again and again."""
+        """Polls `is_so` until it returns True. Raises AssertionError, which names `what`, after `seconds`."""
         end = time.monotonic() + seconds
         while not is_so():
             assert time.monotonic() < end, f"after {seconds} s still not: {what}; problems: {self.problems}"
             time.sleep(0.05)
 
     def cut_off(self, is_cut: bool) -> None:
-        """From now on no request of the page arrives, or all do again."""
+        """Takes the page's network offline, or back online."""
         self._call(
             "Network.emulateNetworkConditions", offline=is_cut, latency=0, downloadThroughput=-1, uploadThroughput=-1
         )
@@ -132,9 +132,9 @@ class Page:
 
 @contextmanager
 def opened_browser(folder: Path) -> Iterator[Page]:
-    """A browser without a way to names of other machines; folder: for its files."""
+    """Starts a browser that cannot resolve the names of other machines. folder: for the browser's files."""
     assert BROWSER is not None, "needs a browser: apt-get install chromium, as .ci/run does"
-    # It reads commands from 3 and writes answers to 4: ours must have higher numbers.
+    # Chromium reads commands from descriptor 3 and writes answers to 4, so our descriptors must have higher numbers.
     ends = (*os.pipe(), *os.pipe())
     reads, to_browser, from_browser, writes = (fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in ends)
     for end in ends:

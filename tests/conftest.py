@@ -1,4 +1,4 @@
-"""Settings of every test run: deselected and skipped tests, order of files, hypothesis, report of compiled kernels."""
+"""Pytest hooks of every run: deselects, skips and orders tests, configures hypothesis, reports compiled kernels."""
 
 import gc
 import os
@@ -26,9 +26,9 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],  # the machine may be busy
 )
 settings.load_profile("project")
-# One thread, as in the ranks: sums keep their order on any machine, and small tensors gain nothing from more.
+# One thread, as in the ranks. Sums then have the same order on any machine, and small tensors do not need more.
 torch.set_num_threads(1)
-# Weights & Biases writes files, and sends nothing. Ranks inherit it.
+# Weights & Biases writes files and sends nothing. Ranks inherit this setting.
 os.environ.setdefault("WANDB_MODE", "offline")
 
 
@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Generator[None, object, object]:
-    """Collects tests without garbage collections: what is imported stays, and each collection walks all of it."""
+    """Disables garbage collection while tests are collected, since each collection would walk all imported modules."""
     gc.disable()
     try:
         return (yield)
@@ -58,14 +58,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """Seeds what tests draw from: a test must not depend on which tests ran before it."""
+    """Seeds the random generators, so that a test does not depend on the tests that ran before it."""
     random.seed(SEED)
     numpy.random.seed(SEED)
     torch.manual_seed(SEED)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    # Imported modules and items live as long as the process: without this every full collection walks them all.
+    # Imported modules and items live as long as the process. Without this, every full collection would walk them all.
     gc.collect()
     gc.freeze()
 
@@ -79,13 +79,13 @@ def _leave_out_soak(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 def _skip_gpu(items: list[pytest.Item]) -> None:
     for item in items:
-        # Keywords have the names of folders too: a checkout may be in one that is called gpu.
+        # Keywords also include the names of folders, and a checkout may lie in a folder called gpu.
         if item.get_closest_marker("gpu") is not None:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
 def _order_files(items: list[pytest.Item], *, seed: int | None) -> None:
-    """Puts files with the most slow tests first, so that workers end at about the same time; or shuffles by `seed`."""
+    """Shuffles files and tests by `seed`, or puts the files with the most slow tests first, to balance the workers."""
     files: dict[str, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.nodeid.partition("::")[0], []).append(item)
@@ -111,7 +111,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node: Any) -> None:
-    """Collects the kernels that a worker compiled; a worker that crashed has no output."""
+    """Collects the data of the kernels that a worker compiled. A worker that crashed has no output."""
     compiled = vars(node).get("workeroutput", {}).get("compiled", {})
     node.config.stash.setdefault(COMPILED, {}).update(compiled)
 

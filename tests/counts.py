@@ -13,7 +13,7 @@ def long_count(usual: int, *, soak: int) -> int:
 
 
 def slow(*values: Any) -> ParameterSet:
-    """Marks a parameter as slow. Takes more than about a second; `make test-fast` leaves it out."""
+    """Marks a parameter whose test takes more than about a second; `make test-fast` skips it."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 

@@ -1,13 +1,13 @@
-"""What the stash's operators really read and write, where their schemas name whole tensors.
+"""The bytes that the stash's operators actually read and write, where their schemas name whole tensors.
 
-Each function is called before its operator runs, and returns a function that is called after it, because plans write
-the page ids that they use, and releases clear them.
+Each function is called before its operator runs, and returns a function that is called afterwards. Both calls are
+required because `plan` writes the page ids that it uses, and `release` clears them.
 
-[Note: atomic accesses] `plan` and `release` may run at the same time. They meet in the free page ids (ring, tails),
-which their kernels read and write with acquire and release operations. Such accesses have no order among each other,
-and need one with all others. A page changes hands in this way: who gets it has to see that it is free, and so comes
-after all that was done before its release. So a release has to come after all accesses of its pages; from then on these
-do not count.
+[Note: atomic accesses] `plan` and `release` may run at the same time. Both use the free page ids (ring, tails), which
+their kernels read and write with acquire and release operations. Such accesses need no order among each other, but
+must be ordered with all other accesses. A page is handed over as follows: the new owner observes that the page is free,
+and therefore runs after everything that preceded the page's release. So a release has to be ordered after all accesses
+of its pages. Later checks then ignore those accesses.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,7 +28,7 @@ _RECORD = _HELD_ITEM * len(Held)
 
 
 class _Operands:
-    """The records and page ids of one call's tensors, as they are when this is made."""
+    """A snapshot of the records and page ids of one call's tensors, taken on construction."""
 
     def __init__(self, device: "Device", table: Tensor, held: Tensor, layout: list[int], tensors: list[int]) -> None:
         self._device, self._page_bytes, self._device_pages = device, layout[0], layout[1]
@@ -40,12 +40,12 @@ class _Operands:
         ]
 
     def records(self, use: Use) -> list[Usage]:
-        """The records of the tensors."""
+        """Returns the bytes of the tensors' records."""
         block, start, _ = self._device.range_of(self._held)
         return [Usage(block, start + one.slot * _RECORD, start + (one.slot + 1) * _RECORD, use) for one in self.encoded]
 
     def table(self, use: Use) -> list[Usage]:
-        """The entries that hold page ids."""
+        """Returns the bytes of the page table entries that store the tensors' page ids."""
         block, start, _ = self._device.range_of(self._table)
         return [
             Usage(
@@ -58,12 +58,12 @@ class _Operands:
         ]
 
     def _tier(self, pages: Tensor) -> "Range | None":
-        """The bytes of a tier; None for host memory that a GPU cannot reach, and for a tier without pages."""
+        """Returns the bytes of a tier; None for host memory that a GPU cannot reach, and for a tier without pages."""
         is_reached = pages.numel() > 0 and (pages.is_cuda or self._device.is_pinned(pages))
         return self._device.range_of(pages) if is_reached else None
 
     def bytes_of_pages(self, device_pages: Tensor, host_pages: Tensor, use: Use) -> list[Usage]:
-        """The pages themselves."""
+        """Returns the bytes of the tensors' pages on both tiers."""
         tiers = [self._tier(device_pages), self._tier(host_pages)]
         found = []
         for page in (page for pages in self.pages for page in pages):
@@ -91,7 +91,7 @@ def plan(
     layout: list[int],
     tensors: list[int],
 ) -> Callable[[], list[Usage]]:
-    """Takes free pages; returns what that uses."""
+    """Allocates free pages. Returns a function that lists the bytes that the operator used."""
 
     def used() -> list[Usage]:
         operands = _Operands(device, table, held, layout, tensors)
@@ -165,7 +165,7 @@ def _copy(
 
 
 def _live(device: "Device", tensor: Tensor, encoded: EncodedTensor, num_rows: int, use: Use) -> Usage:
-    """The bytes of live rows. ROWS counts them in rows of this tensor."""
+    """Returns the bytes of the first num_rows rows of a tensor, which are live."""
     block, start, end = device.range_of(tensor)
     return Usage(block, start, min(end, start + num_rows * encoded.pitch_bytes), use)
 
@@ -180,7 +180,7 @@ def release(
     layout: list[int],
     tensors: list[int],
 ) -> Callable[[], list[Usage]]:
-    """Gives pages back. The pages themselves are no operands: the device knows which pool has a ring."""
+    """Releases pages. The operator does not receive the pages, so the pool is looked up by its ring."""
     operands = _Operands(device, table, held, layout, tensors)
     reference = device.page_pools.get(device.block_of(ring))
     pool = None if reference is None else reference()

@@ -1,4 +1,4 @@
-"""What the device model reports, and the lines of the project that caused it."""
+"""Alarms of the device model, with the lines of the project that caused them."""
 
 import sys
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ class Kind(Enum):
 
 @dataclass(frozen=True)
 class Alarm:
-    """One finding. sites: lines of the project, the later access first."""
+    """An error that the device model found. sites: lines of the project, the later access first."""
 
     kind: Kind
     what: str
@@ -47,7 +47,7 @@ class AlarmList:
     found: dict[Alarm, int] = field(default_factory=dict)
 
     def add(self, kind: Kind, what: str, *sites: str) -> None:
-        """Notes an alarm."""
+        """Records an alarm, or counts it if an equal one was recorded before."""
         alarm = Alarm(kind, what, sites)
         self.found[alarm] = self.found.get(alarm, 0) + 1
 

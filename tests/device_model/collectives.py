@@ -1,8 +1,8 @@
-"""Collectives of the modelled device: the streams, waits and lifetimes of NCCL, with the numbers of gloo.
+"""Collectives of the modelled device, with the streams, waits and lifetimes of NCCL and the results of gloo.
 
-An asynchronous collective runs on a stream of its group, which first waits for the current stream; `wait` makes the
-current stream wait for its end, and not the host. A synchronous one runs on the current stream (torch 2.8 and later).
-Until `wait` the work holds its tensors, as ProcessGroupNCCL does.
+An asynchronous collective runs on a stream of its group, which first waits for the current stream. `wait` makes the
+current stream, not the host, wait for the collective's end. A synchronous collective runs on the current stream (torch
+2.8 and later). The work object keeps its tensors alive until `wait`, as ProcessGroupNCCL does.
 """
 
 from collections import deque
@@ -24,45 +24,45 @@ _STREAMS: dict[Any, torch.Stream] = {}
 
 
 class ModelledWork(dist.Work):
-    """Work of a collective. end: event at its end, None if it ran on the current stream."""
+    """The Work object of a collective. end: event at the collective's end, None if it ran on the current stream."""
 
     def __init__(self, device: Device, end: torch.Event | None, tensors: list[Tensor]) -> None:
         super().__init__()
         self._device, self._end, self._tensors = device, end, tensors
 
     def wait(self, timeout: Any = None) -> bool:
-        """Makes the current stream wait."""
+        """Makes the current stream wait for the end of the collective."""
         if self._end is not None:
             torch.accelerator.current_stream().wait_event(self._end)
         self._tensors = []
         return True
 
     def synchronize(self) -> None:
-        """Makes the current stream wait."""
+        """Makes the current stream wait for the end of the collective."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Asks the device."""
+        """Queries the device's progress, which is forbidden during a capture, and returns True."""
         self._device.query()
         return True
 
     def is_success(self) -> bool:
-        """The model has no errors of communication."""
+        """Returns True, as the model has no communication errors."""
         return True
 
     def exception(self) -> None:
-        """The model has no errors of communication."""
+        """Returns None, as the model has no communication errors."""
         return None
 
     def get_future(self) -> Any:
-        """Returns a future that is done."""
+        """Returns a completed future with the collective's tensors."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._tensors)
         return future
 
 
 class _Once:
-    """Work of gloo that is awaited once, as transfers of gloo must be, with what follows on the CPU."""
+    """Gloo work that is awaited only once, as gloo's transfers require. then: called after it, on plain tensors."""
 
     def __init__(self, inner: Any, then: Callable[[], Any] | None) -> None:
         self._inner, self._then, self._is_done = inner, then, False
@@ -78,7 +78,7 @@ class _Once:
                 self._then()
 
 
-# Gloo breaks a transfer off if nobody holds its work, so the last _MAX_HELD are held: far fewer are under way at once.
+# Gloo aborts a transfer whose work object is freed, so the last _MAX_HELD are kept; far fewer are ever in flight.
 _HELD: "deque[_Once]" = deque()
 _MAX_HELD = 4096
 
@@ -92,7 +92,7 @@ def _held(inner: Any, then: Callable[[], Any] | None = None) -> _Once:
 
 
 def install_collectives(device: Device) -> None:
-    """Replaces the methods of process groups for tensors of the device."""
+    """Replaces the methods of process groups, so that they accept tensors of the modelled device."""
     group_type = torch._C._distributed_c10d.ProcessGroup
     barrier = group_type.barrier
 
@@ -163,7 +163,7 @@ def _launch(device: Device, name: str, original: Callable[..., Any], group: Any,
     return ModelledWork(device, end, tensors if is_async else [])
 
 
-# For each method: outputs, inputs, a function that starts it on plain tensors, and the key of its stream.
+# Each method returns its outputs, its inputs, a function that starts it on plain tensors, and the key of its stream.
 
 
 def _averages(options: Any) -> bool:
@@ -208,7 +208,7 @@ def _reduce_scatter_single(original: Any, group: Any, output: Tensor, input: Ten
     averages = options is not None and _averages(options)
 
     def run(outputs: list[Tensor], inputs: list[Tensor]) -> Any:
-        # Gloo has none. The sum in the order of the ranks does not depend on which message arrives first.
+        # Gloo has no reduce-scatter. Summing in rank order makes the result independent of the order of arrival.
         received = torch.empty_like(inputs[0].view(-1))
         work = dist.all_to_all_single(received, inputs[0].reshape(-1).clone(), group=group, async_op=True)
 

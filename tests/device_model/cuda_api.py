@@ -1,6 +1,6 @@
 """Functions and classes of torch.cuda that the device model replaces, and `install`, which puts them in place.
 
-torch.Stream, torch.Event, torch.accelerator and the autograd engine need no replacement: they call engine_streams.cpp.
+torch.Stream, torch.Event, torch.accelerator and the autograd engine call engine_streams.cpp and need no replacement.
 """
 
 import weakref
@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import torch._dynamo  # before anything is replaced: it makes tables of the functions of torch
+import torch._dynamo  # imported before anything is replaced, since it builds tables of torch's functions
 
 from megatron.core.device import CudaGraphs
 from tests.device_model.alarms import Kind, site
@@ -32,7 +32,7 @@ class Stream(torch.Stream):
 
     @property
     def cuda_stream(self) -> int:
-        """Number of the stream, where CUDA has an address."""
+        """Number of the stream, in place of CUDA's address."""
         return self.stream_id
 
 
@@ -50,10 +50,11 @@ class CudaEvent(torch.Event):
 
 
 class Generator(torch.Generator):
-    """Replacement of torch.Generator: one of the device has an identity and no numbers; see [Note: random numbers].
+    """Replacement of torch.Generator. A device generator has an identity, but draws no numbers itself.
 
-    [Note: random numbers] The modelled device draws from the CPU's default generator, so that a run gets the same
-    numbers as on the CPU. Generators of the device have states of their own, which captures must have registered.
+    [Note: random numbers] The modelled device draws from the CPU's default generator, so that a run draws the same
+    numbers as on the CPU. The state of a device generator is only a number, which must be registered with each capture
+    that draws from it.
     """
 
     def __new__(cls, device: Any = "cpu") -> "Generator":
@@ -67,7 +68,7 @@ class Generator(torch.Generator):
 
     @property
     def device(self) -> torch.device:
-        """The device for which it was made."""
+        """Device of the generator."""
         return torch.device("cuda", 0) if self.place.type == "cuda" else self.place
 
     def get_state(self) -> torch.Tensor:
@@ -125,11 +126,11 @@ class CUDAGraph:
 
     @property
     def is_captured(self) -> bool:
-        """Whether it holds captured work, and so memory."""
+        """Whether the graph contains captured work, which keeps memory allocated."""
         return self._recorded is not None
 
     def register_generator_state(self, generator: Generator) -> None:
-        """Lets captured work draw from a generator."""
+        """Registers a generator that captured work may draw from."""
         self._generators.add(generator.number)
 
     def capture_begin(self, pool: Pool | None = None, capture_error_mode: str = "global") -> None:
@@ -177,7 +178,7 @@ class _StreamContext:
 
 @contextmanager
 def _capturing_together(self: CudaGraphs) -> Iterator[None]:
-    """Replacement of CudaGraphs.capturing_together: undoes captures at its end, as later ones use earlier values."""
+    """Replacement of CudaGraphs.capturing_together. Undoes captures at its end, as later ones use earlier values."""
     device = _device()
     device.together = []
     try:
@@ -188,7 +189,7 @@ def _capturing_together(self: CudaGraphs) -> Iterator[None]:
 
 
 def _memory_stats(device: Any = None) -> dict[str, int]:
-    """There is no cache, so that reserved equals allocated. Peaks are those of the whole process."""
+    """Replacement of torch.cuda.memory_stats. Reserved equals allocated, and peaks are of the whole process."""
     memory = _device().memory
     return {
         f"{kind}_bytes.all.{what}": value
@@ -230,7 +231,7 @@ def _properties(device: Any = None) -> SimpleNamespace:
 
 
 class _Cudart:
-    """Replacement of the CUDA runtime that torch.cuda.cudart returns, as far as the project calls it."""
+    """Replacement of the CUDA runtime that torch.cuda.cudart returns; only the calls that the project makes."""
 
     def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
         _device().register(address, num_bytes)
@@ -248,7 +249,7 @@ def _alive_graphs() -> list[Recorded]:
 
 
 def _replace_storage_methods(device: Device) -> None:
-    """Storages change without operators: by FSDP2, which frees parameters so, and by recomputed outputs."""
+    """Replaces the methods by which FSDP2 and recomputed outputs change storages without an operator."""
     resize, copy = torch.UntypedStorage.resize_, torch.UntypedStorage.copy_
 
     def resize_(storage: torch.UntypedStorage, size: int) -> Any:
@@ -269,7 +270,7 @@ def _replace_storage_methods(device: Device) -> None:
 
 
 def install() -> Device:
-    """Makes this process see one modelled GPU, and returns it. It stays for the life of the process."""
+    """Makes this process see one modelled GPU until it ends, and returns the device."""
     if _DEVICES:
         return _DEVICES[0]
     device = Device()
@@ -319,7 +320,7 @@ def install() -> Device:
     torch._C._cuda_endAllocateToPool = _nothing  # type: ignore[attr-defined]
     torch._C._cuda_releasePool = _nothing  # type: ignore[attr-defined]
     CudaGraphs.capturing_together = _capturing_together  # type: ignore[method-assign,assignment]
-    # torch.tensor copies host data to the device by an operator that the mode sees.
+    # torch.tensor copies host data to the device with an operator that the mode intercepts.
     torch._C._set_only_lift_cpu_tensors(True)
     DeviceMode().__enter__()
     return device

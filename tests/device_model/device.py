@@ -1,4 +1,4 @@
-"""Device: one modelled GPU. It computes on the CPU and checks orders, lifetimes and captures of memory accesses.
+"""Device: one modelled GPU. It computes on the CPU and checks the order, lifetime and capture of memory accesses.
 
 `Device.run` (operators.py) is called for each operator of torch. The callbacks of engine_streams.cpp call `record`,
 `block` and the `synchronize` functions, for the program's own streams and events and for those of the autograd engine.
@@ -29,20 +29,20 @@ _RESIZE = torch.UntypedStorage.resize_
 
 @dataclass(frozen=True)
 class Step:
-    """Work of a graph on the CPU. reads, writes: addresses of storages. run: returns a collective's work, or None."""
+    """A step of a graph, run on the CPU. reads, writes: storage addresses. run: returns collective work, or None."""
 
     reads: frozenset[int]
     writes: frozenset[int]
     run: Callable[[], Any]
 
     def meets(self, other: "Step") -> bool:
-        """Whether it uses what the other writes, or writes what the other uses."""
+        """Returns whether one of the two steps writes storage that the other uses."""
         return bool(self.writes & (other.reads | other.writes) or self.reads & other.writes)
 
 
 @dataclass(eq=False)
 class Recorded:
-    """Work of a graph: what a replay launches, and the bytes that it uses."""
+    """Captured work of a graph: the steps that a replay runs, and the bytes that they use."""
 
     number: int
     pool: Pool
@@ -50,7 +50,7 @@ class Recorded:
     inputs: list[tuple[Usage, str]] = field(default_factory=list)
     outputs: list[tuple[Usage, str]] = field(default_factory=list)
     generators: set[int] = field(default_factory=set)
-    born: tuple[int, int] = (0, 0)  # times of the pool at the begin and the end of the capture
+    born: tuple[int, int] = (0, 0)  # values of Pool.now at the begin and the end of the capture
 
     @property
     def name(self) -> str:
@@ -60,7 +60,7 @@ class Recorded:
 
 @dataclass(eq=False)
 class Capture:
-    """A capture under way. streams: those that take part, with their clocks before it. kept: bytes of older memory."""
+    """A capture in progress. streams: captured streams, with their earlier clocks. kept: bytes of older memory."""
 
     recorded: Recorded
     origin: int
@@ -72,7 +72,7 @@ class Capture:
 
 @dataclass(eq=False)
 class Registered:
-    """Memory of the host that the program has registered, in bytes. blocks: of the storages that were seen in it."""
+    """Host memory that the program has registered with CUDA. blocks: one for each storage that was seen in it."""
 
     num_bytes: int
     place: str
@@ -80,7 +80,7 @@ class Registered:
 
 
 class Device(OperatorRunner):
-    """One modelled GPU. There is one for each process."""
+    """A modelled GPU, one per process."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,11 +93,11 @@ class Device(OperatorRunner):
         self.registered: dict[int, Registered] = {}  # by address
         self.num_launches = 0
         self.host_wait_sites: Counter[str] = Counter()
-        self.generator_states = {0}  # of the default generator, and of those that it draws from now
+        self.generator_states = {0}  # of the default generator, and of the generator whose state it shares now
         self.drawn_state = 0
         self.together: list[Capture] | None = None
         self.access_sets = dict(ACCESS_SETS)
-        # Page pools by the block of their ring. What a replay uses of their pages differs from replay to replay.
+        # Page pools by the block of their ring. Replays of one graph use different pages of a pool.
         self.page_pools: dict[Block, weakref.ref[PagePool]] = {}
         self.num_captures = 0
         self.alive_graphs: Callable[[], Iterable[Recorded]] = list
@@ -106,7 +106,7 @@ class Device(OperatorRunner):
         operators._DEVICE[:] = [self]
 
     def raise_callback_error(self) -> None:
-        """Raises the first error of the model in a call by torch's C++ code."""
+        """Raises the first error that the model had in a callback from torch's C++ code."""
         if self.callback_error is not None:
             raise RuntimeError("the model failed in a callback") from self.callback_error
 
@@ -118,7 +118,7 @@ class Device(OperatorRunner):
         return int(LIBRARY.get_current_stream())
 
     def record(self, number: int, stream: int) -> int:
-        """Records an event, 0 a new one, in a stream; returns its number."""
+        """Records an event in a stream and returns its number. Event 0 creates an event."""
         if number == 0:
             self.timeline.last_event += 1
             number = self.timeline.last_event
@@ -133,7 +133,7 @@ class Device(OperatorRunner):
         """Makes a stream wait for an event."""
         event = self.timeline.events.get(number)
         if event is None:
-            return  # never recorded: CUDA does not wait either
+            return  # an event that was never recorded: CUDA does not wait either
         capture = self.capture
         now = capture.recorded.number if capture is not None else 0
         if event.capture != 0 and event.capture != now:
@@ -151,7 +151,7 @@ class Device(OperatorRunner):
         join(self.timeline.clock_of(stream), event.clock)
 
     def host_waits(self, what: str, clock: Clock | None = None) -> None:
-        """Makes the host wait: for a clock, or for the current stream."""
+        """Makes the host wait for all launches in a clock, or for the current stream."""
         stream = self.stream
         if self.capture is not None:
             self.alarms.add(Kind.FORBIDDEN, f"the host waits ({what})", site())
@@ -176,7 +176,7 @@ class Device(OperatorRunner):
         self.timeline.host_waits_for_all()
 
     def query(self, number: int = 0) -> None:
-        """Notes that the host asks whether an event, or 0 for a stream, has been reached; the answer is yes."""
+        """Records that the host queries an event, or a stream if number is 0. The model's answer is always yes."""
         if self.capture is not None:
             self.alarms.add(Kind.FORBIDDEN, "the host queries the progress of the device", site())
         event = self.timeline.events.get(number)
@@ -184,7 +184,7 @@ class Device(OperatorRunner):
             self.timeline.host_waits(event.clock)
 
     def use_address(self, address: int, stream: int) -> None:
-        """Notes that the autograd engine has recorded a stream for the memory at an address of the program."""
+        """Records that the autograd engine called record_stream for the program's memory at an address."""
         for block in list(self.memory.blocks.values()):
             storage = block.reference()
             if storage is not None and storage.data_ptr() == address and address:
@@ -192,13 +192,13 @@ class Device(OperatorRunner):
                 return
 
     def use(self, tensor: Tensor, stream: int) -> None:
-        """Notes record_stream: memory is not reused before the work that the stream has when the tensor is freed."""
+        """Models record_stream: memory is not reused before the work that is on the stream when the tensor is freed."""
         self.block_of(tensor).recorded.add(stream)
 
     # Memory.
 
     def allocate(self, program: torch.UntypedStorage, storage: torch.UntypedStorage) -> Block:
-        """Gives a storage of the program memory of the device, from the pool of a capture inside of one."""
+        """Allocates device memory for a storage of the program, in a capture from the capture's pool."""
         stream, capture = self.stream, self.capture
         pool = capture.recorded.pool if capture is not None and stream in capture.streams else None
         block = self.memory.allocate(program, storage, stream=stream, clock=self.timeline.present(stream), pool=pool)
@@ -207,22 +207,22 @@ class Device(OperatorRunner):
         return block
 
     def allocate_pinned(self, storage: torch.UntypedStorage) -> Block:
-        """Notes that a storage of the host is pinned."""
+        """Creates the block of a pinned host storage."""
         self.num_pinned += 1
         clock = self.timeline.clocks[HOST]
-        # The block may not keep the program's storage, whose end is that of the memory.
+        # The block must not keep the program's storage alive, since the memory is freed with it.
         size = torch.UntypedStorage(storage.nbytes(), device="meta")
         return self.memory.allocate(storage, size, stream=HOST, clock=clock, pool=None)
 
     def register(self, address: int, num_bytes: int) -> None:
-        """Pins memory of the host at an address."""
+        """Pins host memory at an address."""
         if self.capture is not None:
             self.alarms.add(Kind.FORBIDDEN, "registration of host memory", site())
         self.num_pinned += 1
         self.registered[address] = Registered(num_bytes, site())
 
     def unregister(self, address: int) -> bool:
-        """Ends the pinning of memory. Reports launches and graphs that may still use it; keeps it for graphs."""
+        """Unpins host memory and reports launches and graphs that may still use it. Returns False if a graph does."""
         if self.capture is not None:
             self.alarms.add(Kind.FORBIDDEN, "host memory is unregistered", site())
         memory = self.registered[address]
@@ -242,13 +242,13 @@ class Device(OperatorRunner):
         return not is_used
 
     def registered_block(self, storage: torch.UntypedStorage) -> Block | None:
-        """Returns the block of a storage of the host if it lies in registered memory."""
+        """Returns the block of a host storage that lies in registered memory, else None."""
         address = storage.data_ptr()
         for start, memory in self.registered.items():
             if start <= address < start + memory.num_bytes:
                 block = self.allocate_pinned(storage)
                 block.is_registered = True
-                # Graphs hold the bytes by this, as they hold an address on a GPU.
+                # Graphs refer to the bytes by this view, as they refer to an address on a GPU.
                 view = (ctypes.c_ubyte * storage.nbytes()).from_address(address)
                 block.storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
                 memory.blocks.append(block)
@@ -256,7 +256,7 @@ class Device(OperatorRunner):
         return None
 
     def resize(self, program: torch.UntypedStorage, num_bytes: int) -> None:
-        """Resizes a storage of the program: its old memory is free, and what was not in it is NaN."""
+        """Resizes a storage of the program. Frees its old memory, and fills the part that is new with NaN."""
         block = self.memory.blocks[program._cdata]
         if self.capture is not None and block.pool is not self.capture.recorded.pool:
             self.alarms.add(Kind.FORBIDDEN, "memory from before the capture is resized", site())
@@ -265,13 +265,13 @@ class Device(OperatorRunner):
             self.resized(program, block)
 
     def copy_storage(self, target: torch.UntypedStorage, source: torch.UntypedStorage) -> None:
-        """Copies all bytes of a storage into another one, without an operator."""
+        """Copies all bytes of a storage into another, for storage methods that call no operator."""
         tensors = [operators.make_tensor(one, _all_bytes(one)) for one in (target, source)]
         with torch.no_grad():
             tensors[0].copy_(tensors[1])
 
     def resized(self, program: torch.UntypedStorage, block: Block) -> Block:
-        """Gives a storage whose size has changed new memory, with the old bytes as far as they go."""
+        """Allocates new memory for a storage whose size has changed, and copies the old bytes that fit."""
         self.memory.free(block)
         storage = torch.UntypedStorage(program.nbytes())
         if storage.nbytes():
@@ -294,7 +294,7 @@ class Device(OperatorRunner):
         generator: int | None = None,
         copies: bool = False,
     ) -> None:
-        """Notes work on the current stream. copies: a copy of torch, which keeps pinned memory until it is done."""
+        """Records work on the current stream. copies: whether it is a torch copy, which keeps pinned memory alive."""
         stream, capture = self.stream, self.capture
         self.num_launches += 1
         ledger = self.ledger
@@ -322,7 +322,7 @@ class Device(OperatorRunner):
         writes: Sequence[Tensor],
         run: Callable[[Callable[[Any], Any]], Any],
     ) -> None:
-        """Runs a kernel that is no operator of torch. run: receives a function from a value to its plain form."""
+        """Runs a kernel that is not a torch operator. run: receives a function from a value to its plain form."""
         tensors = [*reads, *writes]
         on_device = [one for one in tensors if type(one) is operators.DeviceTensor]
         self.finish_collectives([one for one in reads if type(one) is operators.DeviceTensor], writes)
@@ -342,7 +342,7 @@ class Device(OperatorRunner):
         self.add_step(plain.values(), [plain[id(one)] for one in writes], again)
 
     def host_accesses(self, name: str, pinned: Iterable[Tensor], written: Sequence[int]) -> None:
-        """Notes that the host reads or writes pinned memory, now, also while a capture is under way."""
+        """Records that the host reads or writes pinned memory, which happens immediately, even during a capture."""
         tick, clock = self.timeline.tick_host()
         by = (HOST, tick, site())
         for tensor in pinned:
@@ -351,9 +351,9 @@ class Device(OperatorRunner):
             self.ledger.access(block, start, end, by=by, clock=clock, use=use, name=f"{name} on the host")
 
     def finish_collectives(self, reads: Iterable[Tensor], writes: Iterable[Tensor] = ()) -> None:
-        """Waits on the CPU for collectives under way that write what is read, or use what is written.
+        """Waits on the CPU for collectives in flight that write a tensor of `reads` or use a tensor of `writes`.
 
-        This is no part of the model, which would report such an access: it keeps the numbers right.
+        This wait only keeps the results correct. The model does not see it and still reports such an access.
         """
         for tensors, is_write in ((reads, False), (writes, True)):
             for tensor in tensors:
@@ -372,7 +372,7 @@ class Device(OperatorRunner):
     # Captures.
 
     def begin_capture(self, pool: Pool, generators: set[int]) -> None:
-        """Starts to record the work of the current stream into a graph."""
+        """Starts capturing the work of the current stream into a graph."""
         if self.capture is not None:
             raise RuntimeError("a capture is under way already")
         stream = self.stream
@@ -385,7 +385,7 @@ class Device(OperatorRunner):
         self.capture = capture
 
     def end_capture(self) -> Recorded:
-        """Ends the capture and returns the graph's work. Reports streams that it has not joined."""
+        """Ends the capture and returns the graph's work. Reports forked streams that were not joined."""
         capture = self.capture
         assert capture is not None, "no capture"
         self.capture = None
@@ -397,7 +397,7 @@ class Device(OperatorRunner):
             if clock.get(stream, 0) > max(before.get(stream, 0), known.get(stream, 0)):
                 self.alarms.add(Kind.UNJOINED, f"stream {stream}", site())
         for stream, before in capture.streams.items():
-            # None of the work has run, so nobody may count on it.
+            # None of the captured work has run, so nothing may rely on its order.
             launched = self.timeline.clock_of(stream).get(stream, 0)
             clock = self.timeline.clocks[stream] = before
             clock[stream] = launched
@@ -410,7 +410,7 @@ class Device(OperatorRunner):
         recorded.born = recorded.born[0], recorded.pool.now
         pools = [pool for pool in (reference() for reference in self.page_pools.values()) if pool is not None]
         tiers = [tier for pool in pools for tier in (pool.device_pages, pool.host_pages) if tier.numel()]
-        # A pool of an earlier run whose host pages a fault did not pin may still be there.
+        # A pool of an earlier run, whose host pages a fault left unpinned, may still exist.
         whole = {self.block_of(tier) for tier in tiers if tier.is_cuda or self.is_pinned(tier)}
 
         def widened(usages: dict[Usage, str]) -> list[tuple[Usage, str]]:
@@ -427,11 +427,11 @@ class Device(OperatorRunner):
         return recorded
 
     def undo(self, captures: Sequence[Capture]) -> None:
-        """Restores memory to what it was before these captures, and fills memory that they allocated with NaN.
+        """Restores memory to its state before these captures, and fills memory that they allocated with NaN.
 
-        A capture has to compute, since the program needs shapes and numbers. On a GPU nothing runs before the first
-        replay, so that nobody may count on what it computed. The model must not see these writes, which no GPU does:
-        they need an order after earlier work that the program has no reason to give them.
+        A capture has to compute, since the program needs shapes and values. On a GPU nothing runs before the first
+        replay, so the program must not rely on the captured values. The model must not see the restoring writes either.
+        A GPU does not make them, and the program has no reason to order them after earlier work.
         """
         with operators.plainly():
             for capture in reversed(captures):
@@ -442,7 +442,7 @@ class Device(OperatorRunner):
                     data.fill_(_NAN_BYTE)
 
     def before_launch(self, args: Sequence[Any], kwargs: dict[str, Any], writes: Sequence[Any]) -> None:
-        """In a capture, keeps what an operator overwrites."""
+        """In a capture, saves the bytes that an operator will overwrite."""
         capture = self.capture
         if capture is None or self.stream not in capture.streams:
             return
@@ -450,7 +450,7 @@ class Device(OperatorRunner):
             self.keep(capture, plain)
 
     def keep(self, capture: Capture, plain: Tensor) -> None:
-        """Keeps the bytes of memory from before the capture."""
+        """Saves the bytes of memory that is older than the capture."""
         storage = plain.untyped_storage()
         key = storage.data_ptr()
         if key in capture.kept or any(data.data_ptr() == key for data in capture.made.values()):
@@ -491,7 +491,7 @@ class Device(OperatorRunner):
             self.capture.recorded.steps.append(Step(*used, run))
 
     def replay(self, recorded: Recorded) -> None:
-        """Launches the work of a graph on the current stream, as one unit."""
+        """Launches the work of a graph on the current stream, as one launch."""
         if self.capture is not None:
             self.alarms.add(Kind.FORBIDDEN, "a replay inside a capture", site())
         where, stream = site(), self.stream
@@ -543,7 +543,7 @@ class _Callbacks(ctypes.Structure):
 
 
 def _reported(device: Device, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Keeps the first error of a callback for raise_callback_error, as ctypes discards what a callback raises."""
+    """Stores the first error of a callback for raise_callback_error, as ctypes discards exceptions of callbacks."""
 
     def run(*args: Any) -> Any:
         try:
@@ -556,7 +556,7 @@ def _reported(device: Device, function: Callable[..., Any]) -> Callable[..., Any
 
 
 def _callbacks_of(device: Device) -> _Callbacks:
-    """Registers a device with the library. The result must live as long as the process uses it."""
+    """Registers a device's callbacks with the library. The returned objects must live as long as the device."""
     functions = {
         "record": device.record,
         "block": device.block,

@@ -1,8 +1,9 @@
-"""Seeded faults: each changes one place of the project, and the device model has to find it.
+"""Seeded faults of the device model. Each fault changes one place of the project, and the model has to detect it.
 
     PYTHONPATH=. .venv/bin/python -m tests.device_model.faults [PART OF A NAME ...]
 
-puts each fault of faults.yaml into the running functions, trains the row that it names, and prints what was found.
+patches each fault of faults.yaml into the running functions, trains the row that the fault names, and prints whether
+the model detected it.
 """
 
 import argparse
@@ -28,9 +29,9 @@ FAULTS = Path(__file__).with_name("faults.yaml")
 
 @dataclass(frozen=True)
 class DeviceFault(Fault):
-    """A fault that the model must find.
+    """A fault that the model must detect.
 
-    kind: that of the alarm. row: the name of a row. flags: further ones. eager: the row is trained without its graphs.
+    kind: expected kind of alarm. row: name of the row to train. flags: additional flags. eager: train without graphs.
     """
 
     row: str
@@ -38,7 +39,7 @@ class DeviceFault(Fault):
     eager: bool = False
 
     def chosen_row(self) -> Row:
-        """Returns the row that is trained with the fault: two steps, the second from graphs if there are some."""
+        """Returns the row to train with the fault, with two steps. With graphs, the second step is a replay."""
         row = all_rows()[self.row]
         row = row.without_graphs() if self.eager else row
         return Row((*row.argv, *self.flags.split()), row.ranks, num_steps=2)
@@ -51,7 +52,7 @@ def read_faults() -> list[DeviceFault]:
 
 @contextmanager
 def put_in(fault: Fault) -> Iterator[None]:
-    """Gives the running functions that the fault changes their changed code. Raises ValueError if it changes none."""
+    """Patches a fault into the loaded functions while the context is active. Raises ValueError if it changes none."""
     path = ROOT / fault.file
     text = path.read_text(encoding="utf-8")
     changed = _codes(compile(fault.changed(text), str(path), "exec"))
@@ -63,7 +64,7 @@ def put_in(fault: Fault) -> Iterator[None]:
         or code.co_consts != sound[name].co_consts
         or code.co_names != sound[name].co_names
     }
-    gc.unfreeze()  # the server has put everything that it loaded out of sight
+    gc.unfreeze()  # the server has frozen all objects that it loaded
     found = [
         one
         for one in gc.get_objects()
@@ -85,11 +86,11 @@ def put_in(fault: Fault) -> Iterator[None]:
 
 
 def _codes(code: types.CodeType) -> dict[str, types.CodeType]:
-    """Returns the code of all functions by qualified name, without those inside of others."""
+    """Returns the code objects of all functions by qualified name, without nested functions."""
     found = {}
     for one in code.co_consts:
         if isinstance(one, types.CodeType):
-            if "<" not in one.co_name and one.co_flags & 0x2:  # CO_NEWLOCALS: a function and no class body
+            if "<" not in one.co_name and one.co_flags & 0x2:  # CO_NEWLOCALS: a function, not a class body
                 found[one.co_qualname] = one
             else:
                 found |= _codes(one)
@@ -97,7 +98,7 @@ def _codes(code: types.CodeType) -> dict[str, types.CodeType]:
 
 
 def train_with_faults(faults: Sequence[tuple[DeviceFault, Row]]) -> list[Modelled]:
-    """Trains each fault's row with the fault, on this rank."""
+    """Trains each row with its fault on this rank, and returns the records."""
     records = []
     for fault, row in faults:
         with put_in(fault):
@@ -121,7 +122,7 @@ def _broken(name: str, error: Exception) -> Modelled:
 
 
 def results_of(faults: Sequence[DeviceFault]) -> dict[str, list[Modelled]]:
-    """Returns the records of all ranks for each fault. Faults with the same number of ranks share processes."""
+    """Returns every rank's record for each fault. Faults with the same number of ranks share processes."""
     by_ranks: dict[int, list[tuple[DeviceFault, Row]]] = defaultdict(list)
     for fault in faults:
         row = fault.chosen_row()
@@ -130,8 +131,8 @@ def results_of(faults: Sequence[DeviceFault]) -> dict[str, list[Modelled]]:
     for ranks, chosen in by_ranks.items():
         try:
             results = on_modelled_gpus(train_with_faults, ranks, chosen)
-        except (RuntimeError, OSError):  # a rank that was left alone fails, or does not end
-            # A fault that ends the run on one rank alone leaves the others waiting: each fault by itself, then.
+        except (RuntimeError, OSError):  # a rank whose peers have ended fails, or does not end
+            # A fault that ends one rank leaves the others waiting. Each fault then runs in separate processes.
             for one in chosen if len(chosen) > 1 else ():
                 found |= results_of([one[0]])
             if len(chosen) == 1:
@@ -143,7 +144,7 @@ def results_of(faults: Sequence[DeviceFault]) -> dict[str, list[Modelled]]:
 
 
 def main() -> None:
-    """Prints which faults are found."""
+    """Prints which faults the model detects."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=[])
     options = parser.parse_args()

@@ -1,10 +1,10 @@
-"""Runs functions on ranks that each see one modelled GPU.
+"""Runs functions on ranks, each of which sees one modelled GPU.
 
     from tests.device_model.host import on_modelled_gpus
     results = on_modelled_gpus(function, 2, *args)   # function(*args) on two ranks; returns the values in rank order
 
-Torch asks for the abilities of a GPU once, when it is imported. So ranks cannot be forked from the server of the other
-tests: this file starts a process of its own for each process that calls it, with a second server.
+Torch queries the capabilities of a GPU only once, when it is imported. So these ranks cannot be forked from the server
+of the other tests. Each process that calls on_modelled_gpus starts a separate process with a second server.
 """
 
 import multiprocessing
@@ -46,7 +46,7 @@ def _host() -> Connection:
 
 
 def main() -> None:
-    """Serves the calls of one process until it ends."""
+    """Serves the calls of one process until that process ends."""
     harness.PRELOAD[:] = PRELOAD
     connection = Connection(int(sys.argv[1]))
     while True:
@@ -71,7 +71,7 @@ def _pickled(answer: tuple[bool, Any]) -> bytes:
 
 
 def _on_rank(fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    from tests.device_model.project import install_model  # in the rank alone: it changes torch
+    from tests.device_model.project import install_model  # imported only in the rank, since it changes torch
 
     install_model()
     return fn(*args)

@@ -1,6 +1,6 @@
-"""Loads engine_streams.cpp into a process that has not imported torch yet; compiles it if that has not been done.
+"""Compiles engine_streams.cpp once and loads it into a process that has not imported torch yet.
 
-Import this module before torch: torch asks once, when it starts, what a GPU can do.
+Import this module before torch, because torch queries the capabilities of the GPU when it is imported.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ COMPILER = os.environ.get("CXX", "g++")
 
 
 def built() -> Path:
-    """Returns the path of the library; compiles it once for each version of the source and of torch (2 seconds)."""
+    """Returns the library's path. Compiles the library once per version of the source and of torch (2 seconds)."""
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None, "torch is not installed"
     torch_folder = Path(spec.origin).parent
@@ -40,7 +40,7 @@ def built() -> Path:
             ]
             words += [f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", "-o", str(made)]
             subprocess.run(words, check=True)
-            made.replace(target)  # in one step, as several processes may build it
+            made.replace(target)  # atomic, as several processes may build it
     return target
 
 
@@ -53,7 +53,7 @@ def load() -> ctypes.PyDLL:
     assert spec is not None and spec.origin is not None
     for name in ("libc10.so", "libtorch_cpu.so"):
         ctypes.CDLL(str(Path(spec.origin).parent / "lib" / name), ctypes.RTLD_GLOBAL)
-    # PyDLL: its functions are short and are called with Python's lock held.
+    # PyDLL keeps the GIL: the library's functions are short and call back into Python.
     return ctypes.PyDLL(str(path))
 
 

@@ -1,13 +1,14 @@
-"""Memory of the modelled device: blocks with the last accesses of their bytes, and what an allocator may do with them.
+"""Memory of the modelled device: blocks with the last accesses of their bytes, and rules for their reuse.
 
-[Note: allocator] Torch's caching allocator hands freed memory out again to the stream that allocated it, in the order
-of that stream. Which block it hands out depends on sizes and on history. The model assumes the worst: the next
-allocation of a stream may get any memory that was freed for it before. So a block is safe if, at the next allocation of
-its own stream, that stream is ordered after each access by other streams, or if those were declared with record_stream.
-A wait between an allocation and its first launch comes too late, which is stricter than CUDA. Memory of captures comes
-from pools: later captures of a pool may reuse what is free at that time. Pinned memory is handed out in the order of
-the host; torch waits for copies from and to it by itself, but not for kernels. Memory that the program registers with
-CUDA is pinned without torch: nothing keeps it for a copy, and once it is unregistered the operating system has it.
+[Note: allocator] Torch's caching allocator returns freed memory to the stream that allocated it, in the order of that
+stream. The block that is reused depends on sizes and on history. The model assumes the worst case: the next allocation
+on a stream may receive any memory that the stream freed before. So a block is safe if, at the next allocation on its
+stream, that stream is ordered after each access by other streams, or if those streams were declared with record_stream.
+A wait between an allocation and its first launch counts as too late, which is stricter than CUDA. Captures allocate
+from pools, and later captures of a pool may reuse memory that is free at that time. Pinned memory is reused in the
+order of the host. Torch itself waits for copies from and to pinned memory, but not for kernels. Memory that the program
+registers with CUDA is pinned without torch: nothing keeps it alive for a copy, and once it is unregistered it may be
+returned to the operating system.
 """
 
 import weakref
@@ -24,7 +25,7 @@ Access = tuple[int, int, str]  # stream, number of the launch, site
 
 
 class Use(Enum):
-    """Kinds of accesses. ATOMIC, HAND_OVER: see [Note: atomic accesses] in access_sets.py."""
+    """Kinds of accesses. [Note: atomic accesses] in access_sets.py explains ATOMIC and HAND_OVER."""
 
     READ = "reads"
     WRITE = "writes"
@@ -33,7 +34,7 @@ class Use(Enum):
 
 
 class Usage(NamedTuple):
-    """Bytes start to end of a block, and what is done with them."""
+    """An access of one kind to the bytes start to end of a block."""
 
     block: "Block"
     start: int
@@ -42,7 +43,7 @@ class Usage(NamedTuple):
 
 
 class Segment:
-    """Bytes with the same last accesses. written: sequence number of the write, 0 if there was none."""
+    """A range of bytes with the same last accesses. written: sequence number of the write, 0 if there was none."""
 
     __slots__ = ("start", "end", "writer", "readers", "atomics", "written")
 
@@ -53,7 +54,7 @@ class Segment:
         self.atomics: dict[int, Access] = {}
 
     def part(self, start: int, end: int) -> "Segment":
-        """Returns a part of it with the same history."""
+        """Returns the segment of a part of the bytes, with the same accesses."""
         made = Segment(start, end)
         made.writer, made.written = self.writer, self.written
         made.readers, made.atomics = dict(self.readers), dict(self.atomics)
@@ -62,7 +63,7 @@ class Segment:
 
 @dataclass(eq=False)
 class Pool:
-    """Memory pool of graphs. now: number of allocations and frees so far."""
+    """A memory pool of graphs. now: number of allocations and frees so far, which serves as a clock."""
 
     number: int
     now: int = 0
@@ -73,10 +74,11 @@ class Pool:
 class Block:
     """Memory of one storage.
 
-    storage: holds the bytes; the storage that the program sees has the same size and is never read. stream: the one
-    that allocated it, HOST for pinned memory.
-    others: last launch of each other stream that used it. born, died: times of its pool. overwritten: sequence number
-    of the last replay that may have overwritten it, and the name of that graph.
+    storage: contains the bytes; the storage that the program sees has the same size and is never read.
+    stream: the stream that allocated the block, HOST for pinned memory.
+    others: last launch of each other stream that used the block.
+    born, died: values of Pool.now when the block was allocated and freed.
+    overwritten: sequence number of the last replay that may have overwritten the block, and the name of that graph.
     """
 
     storage: torch.UntypedStorage
@@ -90,13 +92,13 @@ class Block:
     born: int = 0
     died: float = float("inf")
     overwritten: tuple[int, str] = (0, "")
-    pending: list[tuple[Any, bool]] = field(default_factory=list)  # collectives of gloo that use it, and if they write
+    pending: list[tuple[Any, bool]] = field(default_factory=list)  # gloo collectives and whether they write
     reference: Any = None
     is_registered: bool = False  # pinned by the program itself
 
     @property
     def is_pinned(self) -> bool:
-        """Whether it is memory of the host."""
+        """Whether the block is pinned host memory."""
         return self.stream == HOST
 
     @property
@@ -106,14 +108,14 @@ class Block:
 
 
 class Ledger:
-    """Last accesses of blocks that have run on the device."""
+    """Records accesses by work that has run on the device, and reports accesses without an order."""
 
     def __init__(self, alarms: AlarmList) -> None:
         self._alarms = alarms
         self.sequence = 0
 
     def access(self, block: Block, start: int, end: int, *, by: Access, clock: Clock, use: Use, name: str) -> None:
-        """Notes an access of bytes start to end, and reports accesses that have no order with it."""
+        """Records an access of bytes start to end, and reports earlier accesses that are not ordered before it."""
         if start >= end:
             return
         if by[0] != block.stream:
@@ -134,7 +136,7 @@ class Ledger:
         use: Use,
         name: str,
     ) -> bool:
-        """Checks and notes an access. Returns whether it reads bytes that nothing in this ledger has written."""
+        """Checks and records an access. Returns whether it reads bytes that nothing in this ledger has written."""
         if not segments:
             segments.append(Segment(0, max(block.num_bytes, end)))
         if len(segments) == 1 and segments[0].start == start and segments[0].end == end:
@@ -178,9 +180,9 @@ class Ledger:
 
 
 class CaptureLedger(Ledger):
-    """Accesses of a region that a capture records, without those that happened before it.
+    """Records the accesses of a captured region, without accesses from before the capture.
 
-    inputs, outputs: bytes that the region reads before it has written them, and bytes that it writes, with their sites.
+    inputs: bytes that the region reads before it writes them, with their sites. outputs: bytes that it writes.
     """
 
     def __init__(self, alarms: AlarmList, pool: Pool) -> None:
@@ -191,7 +193,7 @@ class CaptureLedger(Ledger):
         self.outputs: dict[Usage, str] = {}
 
     def access(self, block: Block, start: int, end: int, *, by: Access, clock: Clock, use: Use, name: str) -> None:
-        """Notes an access; see Ledger."""
+        """Records an access as Ledger.access does, and collects the region's inputs and outputs."""
         if start >= end:
             return
         segments = self._segments.setdefault(block, [])
@@ -199,7 +201,7 @@ class CaptureLedger(Ledger):
         if by[0] != block.stream and block.pool is self._pool:
             block.others[by[0]] = by
         if block.pool is self._pool and block.born > self._begun:
-            # Memory that the capture allocated is no input, though kernels may read what nobody has written there, such
+            # Memory that the capture allocated is not an input, although kernels may read unwritten bytes there, such
             # as rows that are not live.
             is_input = False
         if is_input or use is Use.ATOMIC:
@@ -208,7 +210,7 @@ class CaptureLedger(Ledger):
             self.outputs.setdefault(Usage(block, start, end, use), by[2])
 
     def blocks(self) -> set[Block]:
-        """Returns all blocks that the region uses."""
+        """Returns the set of blocks that the region uses."""
         return set(self._segments)
 
 
@@ -235,7 +237,7 @@ def _split(segments: list[Segment], start: int, end: int) -> list[Segment]:
 
 
 class Memory:
-    """All blocks that are alive, by the address of the program's storage object, and those that were freed lately."""
+    """Allocates and frees blocks. Live blocks are stored by the address of the program's storage object."""
 
     def __init__(self, alarms: AlarmList) -> None:
         self._alarms = alarms
@@ -258,7 +260,7 @@ class Memory:
         clock: Clock,
         pool: Pool | None,
     ) -> Block:
-        """Gives the program's storage a block. stream: HOST for pinned memory. clock: that of this stream."""
+        """Allocates a block for the program's storage. stream: HOST for pinned memory. clock: clock of this stream."""
         place = site()
         self._hand_out(stream, clock, pool, place)
         block = Block(storage, stream, place, pool)
@@ -275,7 +277,7 @@ class Memory:
         return block
 
     def free(self, block: Block) -> None:
-        """Notes that the program has released a block."""
+        """Records that the program has released a block."""
         if not block.is_alive:
             return
         block.is_alive = False
@@ -284,7 +286,7 @@ class Memory:
         if block.pool is not None:
             block.pool.now += 1
             block.died = block.pool.now
-        # The end of a registration checks registered memory, and no allocation of torch gets it.
+        # Registered memory is checked when it is unregistered, and torch never allocates from it.
         if not block.is_registered and any(stream not in block.recorded for stream in block.others):
             self._freed.setdefault((block.stream, block.pool.number if block.pool else 0), []).append(block)
 
@@ -302,7 +304,7 @@ class Memory:
 
 
 def overwrite(pool: Pool, own: "set[Block]", *, sequence: int, name: str) -> None:
-    """Marks all blocks of a pool that may share memory with the blocks of a graph that is replayed.
+    """Marks all blocks of a pool that may share memory with the blocks of a replayed graph.
 
     Two blocks may share memory if one was freed before the other was allocated.
     """

@@ -1,9 +1,9 @@
-"""Tensors of the modelled device, and the dispatch mode that runs their operators on the CPU and notes what they use.
+"""Tensors of the modelled device, and the dispatch mode that runs their operators on the CPU and records accesses.
 
-[Note: tensors] A DeviceTensor says that it is on cuda:0, so that the program and torch take the path of a GPU. The
-storage that the program sees gives it identity, size and lifetime, and is never read. The bytes are in a second storage
-on the CPU, which the model finds by the first: views, `.data` and resizing of storages then work as on a GPU. Graphs
-may hold the bytes without holding what the program has released.
+[Note: tensors] A DeviceTensor reports cuda:0 as its device, so that the program and torch follow their GPU code paths.
+The storage that the program sees defines identity, size and lifetime, and is never read. The bytes are in a second
+storage on the CPU, which the model looks up by the first, so that views, `.data` and resizing of storages work as on a
+GPU. A graph may keep the bytes alive without keeping the program's storage alive.
 """
 
 import threading
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CUDA = torch.device("cuda", 0)
 CPU = torch.device("cpu")
 Range = tuple[Block, int, int]
-# Operators that change no memory of the device, though they are no views.
+# Operators that are not views but change no device memory.
 _WITHOUT_WORK = frozenset(
     "empty empty_like empty_strided new_empty new_empty_strided detach detach_ alias lift_fresh lift set_ resize_ "
     "_unsafe_view is_pinned _has_compatible_shallow_copy_type is_same_size _reshape_alias record_stream".split()
@@ -34,15 +34,15 @@ _WITHOUT_WORK = frozenset(
 _METADATA_IN_PLACE = frozenset(
     "as_strided_ squeeze_ unsqueeze_ t_ transpose_ swapdims_ swapaxes_ detach_ set_ resize_".split()
 )
-# What an operator of the project really reads and writes, where its schema says less: see access_sets.py.
+# Returns the exact accesses of an operator of the project whose schema is less precise; see access_sets.py.
 AccessSet = Callable[..., Callable[[], list[Usage]]]
 
 
 class DeviceTensor(Tensor):
-    """Tensor of the modelled device; see [Note: tensors]."""
+    """A tensor of the modelled device. [Note: tensors] explains its storages."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl
-    # Answered here: each such read would otherwise be dispatched as an operator, a third of all.
+    # Answered here, since each read of these properties would otherwise be dispatched: a third of all operators.
     device = property(lambda _: CUDA)  # type: ignore[assignment]
     is_cuda = property(lambda _: True)  # type: ignore[assignment]
 
@@ -53,7 +53,7 @@ class DeviceTensor(Tensor):
         return _DEVICE[0].run(func, args, kwargs or {})
 
     def tolist(self) -> Any:
-        """Copies the numbers to the host, as tolist does for a GPU."""
+        """Copies the values to the host and returns them as a list, as for a GPU tensor."""
         return self.detach().cpu().tolist()
 
     def __format__(self, spec: str) -> str:
@@ -79,7 +79,7 @@ _DEVICE: "list[Device]" = []
 
 
 class DeviceMode(TorchDispatchMode):
-    """Passes every operator to the model, so that factories make DeviceTensors and accesses of the host are seen."""
+    """Passes every operator to the model, so that factories create DeviceTensors and host accesses are recorded."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         device = _DEVICE[0]
@@ -108,7 +108,7 @@ def make_tensor(program: torch.UntypedStorage, like: Tensor) -> DeviceTensor:
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """Returns the first byte of a tensor in its storage, and the one after its last."""
+    """Returns the byte range [start, end) of a tensor in its storage."""
     size = tensor.element_size()
     start = tensor.storage_offset() * size
     if tensor.numel() == 0:
@@ -119,16 +119,16 @@ def extent(tensor: Tensor) -> tuple[int, int]:
 
 @contextmanager
 def plainly() -> Any:
-    """Runs operators of plain tensors without modes and without autograd."""
+    """Disables dispatch modes and autograd for operators on plain tensors."""
     with _disable_current_modes(), torch._C._AutoDispatchBelowAutograd():
         yield
 
 
 class _Given:
-    """Arguments of one call. A closure in its place would be a cycle, which delays frees and so hides HANDED_OUT.
+    """Arguments of one call. A closure would be a reference cycle, which delays frees and so hides HANDED_OUT alarms.
 
-    inputs: tensors of the device by the address of their plain form. programs: the program's storages by the address of
-    the storage of bytes. hosts: plain tensors.
+    inputs: device tensors by the id of their plain form. programs: the program's storages by the address of the storage
+    that contains the bytes. hosts: plain tensors.
     """
 
     __slots__ = ("device", "inputs", "programs", "hosts", "on_device")
@@ -141,7 +141,7 @@ class _Given:
         self.on_device = False
 
     def lower(self, value: Any) -> Any:
-        """Returns what an operator of the CPU takes in place of an argument."""
+        """Returns the argument's replacement in a call of the CPU operator."""
         if type(value) is DeviceTensor:
             self.on_device = True
             plain = self.device.bytes_of(value)
@@ -151,7 +151,7 @@ class _Given:
         if isinstance(value, Tensor):
             self.hosts.append(value)
             if self.device.capture is not None and self.device.registered and self.device.is_pinned(value):
-                # Not the program's own tensor, which the graph would keep alive.
+                # A tensor over the same bytes, since the graph would keep the program's tensor alive.
                 return self.device.bytes_of(value) if self.device.block_of(value).is_registered else value
         elif type(value) is list or type(value) is tuple:
             return type(value)(map(self.lower, value))
@@ -163,10 +163,11 @@ class _Given:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What is looked up once for each operator.
+    """Properties of an operator, looked up once.
 
-    reads_back: the host may read a value, depending on the arguments. is_free: no work for the device. writes: places
-    and names of arguments that it writes to. takes_shape: it reads no bytes of its arguments. run: what computes it.
+    reads_back: whether the host may read a value, depending on the arguments. is_free: whether it launches no device
+    work. writes: positions and names of the arguments that it writes to. takes_shape: whether it uses only the shapes
+    of its arguments. run: the function that computes it.
     """
 
     name: str
@@ -182,7 +183,7 @@ class _Facts:
 
 
 class OperatorRunner:
-    """Runs operators; the base class of Device."""
+    """Base class of Device that runs operators."""
 
     def __init__(self) -> None:
         self.access_sets: dict[str, AccessSet] = {}
@@ -192,7 +193,7 @@ class OperatorRunner:
     # Tensors.
 
     def block_of(self: "Device", tensor: Tensor) -> Block:
-        """Returns the block of a DeviceTensor or of a pinned tensor. Follows a resized storage."""
+        """Returns the block of a DeviceTensor or a pinned tensor. Allocates a new block if the storage was resized."""
         program = tensor.untyped_storage()
         block = self.memory.blocks[program._cdata]
         if not block.is_pinned and block.num_bytes != program.nbytes():
@@ -200,7 +201,7 @@ class OperatorRunner:
         return block
 
     def bytes_of(self: "Device", tensor: Tensor) -> Tensor:
-        """Returns a plain tensor over the bytes of a DeviceTensor, or of a tensor in registered memory."""
+        """Returns a plain tensor over the bytes of a DeviceTensor or of a tensor in registered memory."""
         block = self.block_of(tensor)
         plain = torch.empty(0, dtype=tensor.dtype)
         plain.set_(block.storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
@@ -209,11 +210,11 @@ class OperatorRunner:
         return plain
 
     def range_of(self: "Device", tensor: Tensor) -> Range:
-        """Returns the bytes that a DeviceTensor or a pinned tensor covers."""
+        """Returns the block and byte range of a DeviceTensor or of a pinned tensor."""
         return (self.block_of(tensor), *extent(tensor))
 
     def is_pinned(self: "Device", tensor: Tensor) -> bool:
-        """Whether a plain tensor is in pinned memory."""
+        """Returns whether a plain tensor is in pinned memory."""
         if not self.num_pinned:
             return False
         storage = tensor.untyped_storage()
@@ -223,21 +224,21 @@ class OperatorRunner:
         return block is not None and block.is_pinned
 
     def adopt(self: "Device", plain: Tensor) -> DeviceTensor:
-        """Returns a new DeviceTensor whose bytes are those of a plain tensor."""
+        """Returns a new DeviceTensor with the values of a plain tensor."""
         storage = plain.untyped_storage()
         program = torch.UntypedStorage(storage.nbytes())
         self.allocate(program, storage)
         return make_tensor(program, plain)
 
     def adopt_pinned(self: "Device", plain: Tensor) -> Tensor:
-        """Makes a plain tensor of the host one in pinned memory."""
+        """Marks the memory of a plain host tensor as pinned, and returns the tensor."""
         self.allocate_pinned(plain.untyped_storage())
         return plain
 
     # Operators.
 
     def run(self: "Device", func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        """Runs one operator, on whatever tensors."""
+        """Runs one operator on tensors of the device, of the host, or both."""
         facts = self._facts.get(func) or self._learn(func)
         name, writes = facts.name, facts.writes
         if facts.is_view and type(args[0]) is DeviceTensor:
@@ -392,7 +393,7 @@ class OperatorRunner:
         return results
 
     def _change_metadata(self: "Device", func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-        # Meta kernels change sizes and strides, and nothing else.
+        # Meta kernels change only sizes and strides.
         with torch.utils._mode_utils.no_dispatch():
             before = torch._C._meta_in_tls_dispatch_include()
             torch._C._set_meta_in_tls_dispatch_include(True)
@@ -413,7 +414,7 @@ class OperatorRunner:
         inputs: dict[int, Tensor],
         programs: dict[int, torch.UntypedStorage],
     ) -> Any:
-        """Copies within the device, or between it and the host, which waits unless its memory is pinned."""
+        """Runs a copy within the device or between device and host. The host waits unless its memory is pinned."""
         is_new = name == "_to_copy"
         source = args[0] if is_new else args[1]
         source_on_host = type(source) is not DeviceTensor
@@ -441,7 +442,7 @@ class OperatorRunner:
 
 
 def written_by(writes: Sequence[tuple[int, str]], args: Sequence[Any], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Returns the tensors among the arguments at these places that an operator writes to."""
+    """Returns the tensors that an operator writes to. writes: positions and names of its output arguments."""
     found: list[Tensor] = []
     for place, name in writes:
         found += _tensors(kwargs[name] if name in kwargs else args[place] if place < len(args) else None)
@@ -464,7 +465,7 @@ _CHECKED = frozenset(
 )
 
 
-# Operators that torch has for GPUs alone: what they compute, in operators of the CPU.
+# Implementations, on the CPU, of operators that torch provides only for GPUs.
 
 
 def _softmax(logits: Tensor, dim: int, half_to_float: bool) -> Tensor:

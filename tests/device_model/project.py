@@ -1,4 +1,4 @@
-"""What the device model changes in the project, so that it takes the path of a GPU on the modelled one."""
+"""Patches the project so that it follows its GPU code paths on the modelled device."""
 
 import builtins
 import copy
@@ -21,12 +21,12 @@ from tests.device_model.device import Device
 from tests.device_model.memory import Block
 from tests.device_model.operators import DeviceTensor
 
-# The pages of this run's stash.
+# Device pages of this run's stash.
 PAGES: list[weakref.ref[Block]] = []
 
 
 def begin_run(device: Device) -> None:
-    """Forgets the alarms, waits, pages and graphs of an earlier run, which nothing of the next one replaces."""
+    """Clears the alarms, waits, pages and graphs of an earlier run."""
     device.timeline.host_waits_for_all()
     device.alarms.found.clear()
     device.host_wait_sites.clear()
@@ -35,13 +35,13 @@ def begin_run(device: Device) -> None:
 
 
 def install_model() -> Device:
-    """Makes this process see one modelled GPU, with collectives, and the project use them as on a real one."""
+    """Installs one modelled GPU with collectives in this process, and patches the project to use them."""
     device = install()
     install_collectives(device)
-    # The groups are gloo's; the program takes the path of NCCL.
+    # The groups use gloo, but the program follows the code path of NCCL.
     collectives._is_over_nccl = lambda flat, group: flat.is_cuda
     startup_handshake.distributed_backend = lambda _: "cpu:gloo,cuda:gloo"
-    # These look for tensors without a subclass. On a GPU the tensors of the device are such.
+    # These modules test for plain torch.Tensor. On a real GPU, the device's tensors are plain.
     for module in (saved_tensors, activation_offload):
         vars(module)["type"] = _type_on_a_gpu
     _note_pools(device)
@@ -58,7 +58,7 @@ def _note_pools(device: Device) -> None:
     init = PagePool.__init__
 
     def noting(pool: PagePool, *args: Any, **kwargs: Any) -> None:
-        # A run has one pool, so that a second one takes its place.
+        # A run has one pool, so a second pool replaces the first.
         old = [block for block in (reference() for reference in PAGES) if block is not None and block.is_alive]
         if old:
             device.alarms.add(Kind.GROWTH, "pages of the stash", site(), old[0].place)
@@ -73,7 +73,7 @@ def _note_pools(device: Device) -> None:
 
 
 def _model_adam_kernel(device: Device) -> None:
-    """Models the Triton kernel that is launched without an operator of torch, with the numbers of the CPU's path."""
+    """Models Adam's Triton kernel, which is launched without a torch operator, with the results of the CPU code."""
 
     def step_run(
         stored: Any,

@@ -1,12 +1,13 @@
-"""Runs of the training program on modelled GPUs.
+"""Trains the training program on modelled GPUs in many configurations, called rows.
 
     PYTHONPATH=. .venv/bin/python -m tests.device_model.rows [--waits] [--flags "FURTHER FLAGS"] [PART OF A NAME ...]
 
-prints what the model finds in each row, or in all rows, and with --waits where the host waits in the last step.
+prints the alarms of the named rows, or of all rows. --waits also prints where the host waits in the last step.
 
-Rows are those of the capture table in docs/cuda_graphs.md, captured as whole steps ("full: ...") or as parts of layers
-("local: ..."), eager where nothing can be captured, and cases of the gate (tools/gate/cases.py) for what that table
-leaves out: FSDP2, ZeRO-2, offloading, updates in backward, overflows of the stash.
+Most rows are configurations of the capture table in docs/cuda_graphs.md, captured as whole steps ("full: ...") or as
+parts of layers ("local: ..."), or eager ("eager: ...") where a whole step cannot be captured. The others are cases of
+the gate (tools/gate/cases.py) for features that the table lacks: FSDP2, ZeRO-2, offloading, updates in backward, and
+overflows of the stash.
 """
 
 import argparse
@@ -29,26 +30,26 @@ if TYPE_CHECKING:
 
 FULL = ["--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1"]
 LOCAL = ["--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "1", "--cuda-graph-modules"]
-# Two eager steps, or one to warm up, the capture with the first replay, and another replay.
+# With graphs: a warm-up step, the capture with the first replay, and a second replay.
 NUM_STEPS = 3
-# How the names of rows of the capture table begin.
+# Prefixes of the rows from the capture table.
 CAPTURED = ("full: ", "local: ", "eager: ")
-# Subjects of the gate whose cases are rows, apart from those that read files.
+# Subjects of the gate whose cases are rows, except for cases that read files.
 SUBJECTS = ("ddp", "ZeRO-1", "ZeRO-2", "FSDP2", "in backward", "offload", "stash", "static", "fp16", "recompute")
-# Subjects whose cases train from graphs, after two eager steps. The gate gives them tapes in the place of graphs.
+# Subjects whose cases train with graphs after two eager steps. The gate replaces the graphs by tapes.
 SUBJECTS_OF_GRAPHS = ("step graph", "layer graphs")
 
 
 @dataclass(frozen=True)
 class Row:
-    """A command line, its number of ranks, and its number of steps."""
+    """A training run: its command line, number of ranks, and number of steps."""
 
     argv: tuple[str, ...]
     ranks: int
     num_steps: int = NUM_STEPS
 
     def without_graphs(self) -> "Row":
-        """Returns the same run without CUDA graphs, whose flags come last."""
+        """Returns the same run without CUDA graphs, whose flags are last on the command line."""
         return replace(self, argv=self.argv[: self.argv.index("--cuda-graph-impl")])
 
 
@@ -56,9 +57,9 @@ class Row:
 class Modelled:
     """A rank's record of a run on the modelled device.
 
-    losses: of each step. waits, waits_of_last_step: how often the host waited, by operator and line. stash_events:
-    what happened for want of pages, by the names of StashReport.rungs. num_captures: captures, of graphs that were
-    dropped too. failure: why there is no graph. error: what ended the run.
+    losses: losses of each step. waits, waits_of_last_step: how often the host waited, by operator and line.
+    stash_events: events caused by a lack of pages, named as in StashReport.rungs. num_captures: number of captures,
+    including graphs that were dropped. failure: why there is no graph. error: the error that ended the run.
     """
 
     name: str
@@ -82,13 +83,13 @@ def all_rows() -> Mapping[str, Row]:
     rows = {}
     for name, one in CONFIGURATIONS.items():
         if one.needs_gpu:
-            continue  # symmetric memory and DeepEP, of which the model has nothing
+            continue  # symmetric memory and DeepEP, which the model does not implement
         if one.is_whole:
             rows[f"full: {name}"] = Row((*one.argv, *FULL), one.ranks)
         if one.modules:
             rows[f"local: {name}"] = Row((*one.argv, *LOCAL, *one.modules.split()), one.ranks)
         if not one.is_whole and "--optimizer-cuda-graph" not in one.argv:
-            # These models' tensors are smaller than the default minimum, so that nothing would be moved.
+            # These models' tensors are smaller than the default minimum, so nothing would be offloaded.
             moves = "offload" in " ".join(one.argv)
             rows[f"eager: {name}"] = Row((*one.argv, *["--min-offloaded-tensor-size", "64"] * moves), one.ranks)
     for case in CASES:
@@ -105,8 +106,8 @@ def _row_of_case(case: Case, num_steps: int) -> Row:
 
 
 def train(rows: Sequence[tuple[str, Row]]) -> list[Modelled]:
-    """Trains rows one after the other on this rank, and returns what the model found."""
-    # Here and not above: a process that only starts others must not load the model.
+    """Trains rows one after the other on this rank, and returns a record of each."""
+    # Imported here because a process that only starts others must not load the model.
     from tests.device_model.cuda_api import install
 
     device = install()
@@ -123,7 +124,7 @@ def _trained(device: "Device", name: str, row: Row) -> Modelled:
         _train(device, row, record)
     except Exception as error:
         if row.ranks > 1:
-            raise  # the other ranks wait for this one
+            raise  # the other ranks are waiting for this one
         record.error = f"{type(error).__name__}: {error}"
     device.raise_callback_error()
     record.alarms = [f"{count} x {alarm}" for alarm, count in device.alarms.found.items()]
@@ -153,7 +154,7 @@ def _train(device: "Device", row: Row, record: Modelled) -> None:
 
 
 def main() -> None:
-    """Prints what the model finds in the rows that are named, or in all."""
+    """Trains the named rows, or all rows, and prints the model's alarms."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", default=[])
     parser.add_argument("--waits", action="store_true")
@@ -192,5 +193,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    # By its full name, so that ranks find `train`.
+    # Imported by its full name, so that the ranks can unpickle `train`.
     importlib.import_module("tests.device_model.rows").main()

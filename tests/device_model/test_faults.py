@@ -1,6 +1,6 @@
-"""The device model finds every seeded fault of faults.yaml, each by an alarm of its kind.
+"""The device model detects every seeded fault of faults.yaml by an alarm of the expected kind.
 
-`python -m tests.device_model.faults NAME` shows what it says of one.
+`python -m tests.device_model.faults NAME` prints the alarms of one fault.
 """
 
 from collections import defaultdict
@@ -18,13 +18,13 @@ FAULTS = {fault.name: fault for fault in read_faults()}
 
 @cache
 def records(ranks: int) -> dict[str, list[Modelled]]:
-    """Trains the rows of all faults on this number of ranks."""
+    """Trains each row of this number of ranks with its fault, and returns the records by fault."""
     return results_of([fault for fault in FAULTS.values() if fault.chosen_row().ranks == ranks])
 
 
 @cache
 def sound_records(ranks: int) -> dict[Row, list[Modelled]]:
-    """Trains the rows of all faults on this number of ranks without a fault."""
+    """Trains the faults' rows of this number of ranks without a fault, and returns the records."""
     rows = list(dict.fromkeys(row for one in FAULTS.values() if (row := one.chosen_row()).ranks == ranks))
     by_rank = on_modelled_gpus(train, ranks, [(f"row {index}", row) for index, row in enumerate(rows)])
     return {row: [found[index] for found in by_rank] for index, row in enumerate(rows)}

@@ -1,4 +1,4 @@
-"""The device model itself: it finds what it should in a few lines, and says nothing of what is in order."""
+"""Tests of the device model on programs of a few lines: it reports faulty programs and accepts correct ones."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -12,7 +12,7 @@ from tests.device_model.host import on_modelled_gpus
 
 
 def kinds_of(cases: list[Callable[[], Any]]) -> list[list[str]]:
-    """Runs cases one after the other; returns the kinds of each one's alarms, sorted."""
+    """Runs cases one after the other, and returns each case's sorted kinds of alarms."""
     from tests.device_model.cuda_api import install
     from tests.device_model.project import begin_run
 
@@ -128,7 +128,7 @@ def returns_memory_of_a_graph(drops: bool = False) -> None:
     def inside(x: Any) -> None:
         memory[0].copy_(x, non_blocking=True)
 
-    graph, _x, _ = captures(inside)  # x lives on
+    graph, _x, _ = captures(inside)  # keeps x alive
     graph.replay()
     if drops:
         graph.reset()
@@ -136,7 +136,7 @@ def returns_memory_of_a_graph(drops: bool = False) -> None:
 
 
 def captures(inside: Callable[[Any], Any]) -> Any:
-    """Captures inside(x) on a stream of its own; returns the graph, x, and what inside returned."""
+    """Captures inside(x) on a side stream. Returns the graph, x, and the result of `inside`."""
     import torch
 
     x = numbers()
@@ -219,13 +219,13 @@ def shares_a_pool_out_of_order(in_order: bool = False) -> None:
         one = (x + 1) * 2  # x + 1 is free at the end of this capture
         first.capture_end()
         second.capture_begin(pool)
-        two = x + 3  # may lie where x + 1 was
+        two = x + 3  # may reuse the memory of x + 1
         second.capture_end()
     torch.cuda.current_stream().wait_stream(stream)
     first.replay()
     second.replay()
     if not in_order:
-        first.replay()  # writes x + 1, and so perhaps over `two`
+        first.replay()  # writes x + 1, and may overwrite `two`
     assert one.numel() and two.sum().item() == 28 + 24
 
 
@@ -254,7 +254,7 @@ SOUND = [parts_of_one_tensor_are_apart, replays_right_numbers]
 
 @cache
 def all_kinds() -> tuple[list[list[str]], list[list[str]], list[list[str]]]:
-    """The alarms of the faulty cases, of their mended forms, and of the others, all in one process."""
+    """Returns the kinds of alarms of the faulty cases, of their corrected forms, and of the sound cases."""
     faulty = [case for _, case, _ in PAIRS]
     mended = [partial(case, **flags) for _, case, flags in PAIRS]
     (kinds,) = on_modelled_gpus(kinds_of, 1, [*faulty, *mended, *SOUND])

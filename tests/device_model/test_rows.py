@@ -1,6 +1,6 @@
-"""The training program raises no alarm on modelled GPUs: each row of the capture table, and cases of the gate.
+"""The training program raises no alarm on modelled GPUs, in rows of the capture table and in cases of the gate.
 
-`python -m tests.device_model.rows NAME` prints what a row does.
+`python -m tests.device_model.rows NAME` prints the alarms of a row.
 """
 
 from collections import Counter
@@ -13,7 +13,8 @@ from tests.device_model.host import on_modelled_gpus
 from tests.device_model.rows import CAPTURED, SUBJECTS_OF_GRAPHS, Modelled, all_rows, train
 
 ROWS = all_rows()
-# Beside the capture table: each way to share work, and each level and tier of the stash. The others run in `make soak`.
+# In addition to the capture table: each kind of parallelism, and each recompute level and tier of the stash. The other
+# rows run in `make soak`.
 USUAL = [
     "ddp: overlapped",
     "ZeRO-1: states on the host",
@@ -36,7 +37,7 @@ USUAL = [
     "step graph: overflow and retry",
     "layer graphs: pages",
 ]
-# What has to happen in a row, so that the model sees it: pages on the host, recomputed tensors, steps that run again.
+# Events that must occur in a row, or the row would not test them: spilled pages, recomputed tensors, retried steps.
 EVENTS = {
     "stash: spills to the host": {"spilled_pages"},
     "stash: recomputes down to inputs": {"dropped_act", "dropped_gate_up"},
@@ -46,7 +47,7 @@ EVENTS = {
     "step graph: overflow and retry": {"void_steps"},
     "layer graphs: pages": {"spilled_pages", "dropped_act", "dropped_gate_up"},
 }
-# Where the host waits for the device in a step, by function. Each wait lets a GPU run dry.
+# How often the host waits for the device in a step, by function. Each wait leaves a GPU idle.
 _OF_EVERY_STEP = {"StatisticsExchange._sum_sync": 2, "GradChecks.non_finite_sync": 1}
 WAITS = {
     "full: dense, as Llama": {**_OF_EVERY_STEP, "read_norm_sync": 1},
@@ -58,8 +59,8 @@ WAITS = {
         "PagePool.occupancy_sync": 2,
     },
 }
-# Configurations of the table that `make test` also trains with graphs of parts. It trains each at least once: with a
-# graph of the whole step where there can be one, else with graphs of parts, else eagerly. `make soak` trains all forms.
+# Configurations that `make test` also trains with graphs of parts. It trains each configuration at least once: with a
+# graph of the whole step where possible, else with graphs of parts, else eagerly. `make soak` trains all forms.
 ALSO_LOCAL = [
     "dense, as Llama",
     "the same with dropout",
@@ -88,7 +89,7 @@ NAMES = [name for name in ROWS if _is_usual(name) or long_count(0, soak=1)]
 
 @cache
 def records(ranks: int) -> dict[str, list[Modelled]]:
-    """Trains all rows of a number of ranks, one after the other in the same processes; returns each rank's records."""
+    """Trains all rows with this number of ranks in the same processes, and returns each rank's record by row."""
     rows = [(name, ROWS[name]) for name in NAMES if ROWS[name].ranks == ranks]
     by_rank = on_modelled_gpus(train, ranks, rows, timeout=long_count(400, soak=1500))
     return {name: [found[index] for found in by_rank] for index, (name, _) in enumerate(rows)}
@@ -101,7 +102,7 @@ def test_a_row_trains_on_modelled_gpus_without_an_alarm(name: str) -> None:
         assert record.error is None
         assert record.alarms == []
         assert len(record.losses) == ROWS[name].num_steps and record.num_launches > 500
-        # A part that cannot be captured would run eagerly, and what its graphs do would not be seen.
+        # A part whose capture fails would run eagerly, and the row would not test its graphs.
         assert record.failure is None
         assert (record.num_captures > 0) == name.startswith(("full: ", "local: ", *SUBJECTS_OF_GRAPHS))
 
@@ -117,7 +118,7 @@ def test_rows_have_every_configuration_of_the_table_that_needs_no_other_gpus() -
     from megatron.tools.capture_configurations import CONFIGURATIONS
 
     expected = {name for name, one in CONFIGURATIONS.items() if not one.needs_gpu}
-    expected -= {"Muon in the graph", "the same in the graph"}  # the command line refuses them
+    expected -= {"Muon in the graph", "the same in the graph"}  # the command line rejects them
     for names in (ROWS, NAMES):
         assert {name.partition(": ")[2] for name in names if name.startswith(CAPTURED)} == expected
 
@@ -125,7 +126,7 @@ def test_rows_have_every_configuration_of_the_table_that_needs_no_other_gpus() -
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["dense, as Llama", "stash", "stash that drops to recompute", "pipeline"])
 def test_graphs_of_the_model_train_as_its_eager_steps_do(name: str) -> None:
-    """Replays compute what eager steps compute, bit for bit: otherwise the rows would see another program."""
+    """Replays are bitwise equal to eager steps. Otherwise the rows would test a different program."""
     row = ROWS[f"full: {name}"]
     eager = row.without_graphs()
     ((record,), *_) = on_modelled_gpus(train, row.ranks, [(name, eager)])
@@ -144,5 +145,5 @@ def test_the_host_waits_where_it_must_and_nowhere_else(name: str) -> None:
 
 
 def _function_of(wait: str) -> str:
-    """The innermost function of the project in the name of a wait: "OPERATOR at FILE:LINE FUNCTION < ..."."""
+    """Returns the project's innermost function in the name of a wait: "OPERATOR at FILE:LINE FUNCTION < ..."."""
     return wait.partition(" at ")[2].partition(" < ")[0].partition(" ")[2]
