@@ -1,4 +1,4 @@
-"""KillingOs: ends the process in the middle of what it writes. Holds no tests."""
+"""KillingOs: kills the process in the middle of its file operations. Contains no tests."""
 
 import os
 import signal
@@ -7,9 +7,9 @@ from typing import Any
 
 
 class KillingOs:
-    """The os module, but for its n-th call that changes anything: the process ends there, or just behind it.
+    """A stand-in for the os module that kills the process at the n-th operation that changes files.
 
-    In the place of disk.os: every write of a save passes through there.
+    Tests replace disk.os by it, since every write of a save passes through that name.
     """
 
     CHANGES = ("open", "write", "fsync", "close", "mkdir", "rename", "replace", "unlink")
@@ -31,7 +31,7 @@ class KillingOs:
         def call(*args: Any, **kwargs: Any) -> Any:
             self.count()
             if name == "write" and len(args[1]) > 512:
-                # Half of it gets to the file.
+                # Only half of the bytes reach the file.
                 half = os.write(args[0], args[1][: len(args[1]) // 2])
                 self.count()
                 return half

@@ -193,7 +193,7 @@ class OperatorRunner:
     # Tensors.
 
     def block_of(self: "Device", tensor: Tensor) -> Block:
-        """Returns the block of a DeviceTensor or a pinned tensor. Allocates a new block if the storage was resized."""
+        """Returns the block of a DeviceTensor or a pinned tensor. Allocates a new block for a resized storage."""
         program = tensor.untyped_storage()
         block = self.memory.blocks[program._cdata]
         if not block.is_pinned and block.num_bytes != program.nbytes():
@@ -201,7 +201,7 @@ class OperatorRunner:
         return block
 
     def bytes_of(self: "Device", tensor: Tensor) -> Tensor:
-        """Returns a plain tensor over the bytes of a DeviceTensor or of a tensor in registered memory."""
+        """Returns a plain tensor over the bytes of a DeviceTensor, or of a tensor in registered memory."""
         block = self.block_of(tensor)
         plain = torch.empty(0, dtype=tensor.dtype)
         plain.set_(block.storage, tensor.storage_offset(), tensor.size(), tensor.stride())  # type: ignore[call-overload]
@@ -210,7 +210,7 @@ class OperatorRunner:
         return plain
 
     def range_of(self: "Device", tensor: Tensor) -> Range:
-        """Returns the block and byte range of a DeviceTensor or of a pinned tensor."""
+        """Returns the block and byte range of a DeviceTensor or a pinned tensor."""
         return (self.block_of(tensor), *extent(tensor))
 
     def is_pinned(self: "Device", tensor: Tensor) -> bool:

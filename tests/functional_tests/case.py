@@ -2,12 +2,12 @@
 
 - name: dense_resumes
   base: dense                  # flags of bases.yaml, or a list of bases; later ones win
-  flags: {bf16: true, lr: 0.1, split: null}   # true: bare flag; null: drop the base's; list: several words
+  flags: {bf16: true, lr: 0.1, split: null}   # true: bare flag; null: drop the base's flag; list: several words
   processes: 2
   corpora: {a: {}}             # writes token files {tmp}/a.bin and {tmp}/a.idx first; options: corpora.py
   slow: true                   # left out by `make test-fast`
   soak: true                   # runs only under `make soak`; a comment names the case that tests the property
-  expect: {resume_at: 3}       # names and values are those of expectations.py
+  expect: {resume_at: 3}       # expectations.py defines the names and values
 """
 
 from dataclasses import dataclass, field, fields
@@ -21,12 +21,12 @@ FOLDER = Path(__file__).parent
 
 
 class CaseError(ValueError):
-    """A case file says something that the runner does not know."""
+    """Raised for a case file with an unknown key or a value of the wrong type."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One case as written, with the flags of its bases filled in."""
+    """A case of a YAML file, with the flags of its bases merged in."""
 
     name: str
     expect: dict[str, Any]
@@ -39,7 +39,7 @@ class Case:
 
 
 def read_cases(path: Path, bases: dict[str, Flags], expectations: set[str]) -> list[Case]:
-    """Reads the cases of a file. Raises CaseError, which names the file, the case and the key."""
+    """Reads the cases of a file. Raises CaseError, naming the file, the case and the key, for an invalid case."""
     entries = yaml.safe_load(path.read_text(encoding="utf-8"))
     if not isinstance(entries, list):
         raise CaseError(f"{path.name}: must be a list of cases, is {type(entries).__name__}")
@@ -52,13 +52,13 @@ def read_cases(path: Path, bases: dict[str, Flags], expectations: set[str]) -> l
 
 
 def read_bases(path: Path = FOLDER / "bases.yaml") -> dict[str, Flags]:
-    """Base name to flags; the file uses YAML anchors among its own bases."""
+    """Returns the flags of each base by its name. The file uses YAML anchors to derive bases from each other."""
     bases: dict[str, Flags] = yaml.safe_load(path.read_text(encoding="utf-8"))
     return bases
 
 
 def command_line(flags: Flags) -> list[str]:
-    """Words for a command line: `{"bf16": True, "split": ["a", 1], "lr": None}` gives --bf16 --split a 1."""
+    """Returns command line words: `{"bf16": True, "split": ["a", 1], "lr": None}` gives --bf16 --split a 1."""
     words: list[str] = []
     for name, value in flags.items():
         if value is None or value is False:
@@ -87,7 +87,7 @@ def _case(entry: Any, where: str, bases: dict[str, Flags], expectations: set[str
     return Case(**{**entry, "base": names, "flags": flags})
 
 
-# Expectation to the keys that its mapping must have, and those that it may have; same_as: {} is a second, equal run.
+# For each expectation, the required and the optional keys of its mapping. `same_as: {}` repeats the run unchanged.
 _VARIANT = {"flags", "processes"}
 _KEYS_OF: dict[str, tuple[set[str], set[str]]] = {
     "failure": ({"exit_code", "error"}, set()),

@@ -1,6 +1,6 @@
-"""Stand-ins for Slurm and Kubernetes on this machine: they start the nodes' tasks and send the signals. Holds no tests.
+"""Simulates Slurm and Kubernetes on this machine: starts the nodes' tasks and sends signals. Contains no tests.
 
-What is relied on: sbatch, srun and scontrol of Slurm's manual pages; "Pod Lifecycle" and "Jobs" of Kubernetes'.
+Sources: Slurm's manual pages of sbatch, srun and scontrol; "Pod Lifecycle" and "Jobs" of the Kubernetes documentation.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ import yaml
 from megatron.tools.ports import free_port
 from tests.functional_tests.launch import ROOT, kill_all, processes_with
 
-SECONDS = 60.0  # for an event that has to come
-STEP = "STEP_OF_THE_TEST"  # in the environment of each process of a job step
+SECONDS = 60.0  # timeout for an expected event
+STEP = "STEP_OF_THE_TEST"  # environment variable of each process of a job step
 JOB = "RUN_OF_THE_TEST"
-MOMENT = "MOMENT"  # path of a pipe that a rank writes to when the signal is to come
+MOMENT = "MOMENT"  # variable with the path of a pipe that a rank writes to when it waits for the signal
 
-# Runs the tasks of a step, one a node, each in a session of its own; hands SIGTERM on to them.
+# Runs one task per node, each in a separate session, and forwards SIGTERM to the tasks.
 _SRUN = """#!{python} -SE
 import json, os, pathlib, signal, subprocess, sys
 words = sys.argv[1:]
@@ -69,7 +69,7 @@ show) for ((node = 0; node < SLURM_JOB_NUM_NODES; node++)); do echo 127.0.0.1; d
 requeue) echo "$2" >>"$REQUEUES" ;;
 esac
 """
-# In the place of .venv's Python: the plan is left out, and another program is trained.
+# Replaces .venv's Python: skips the memory plan and runs a different training program.
 _PYTHON = """#!/usr/bin/env bash
 [[ $1 == -m || " $* " == *" --dry-run "* ]] || exec {python} "$@"
 words=()
@@ -84,7 +84,7 @@ exec {launcher} "${{words[@]}}"
 
 
 class Receivers(enum.Enum):
-    """Processes of a step that get a signal: depends on how a cluster tracks processes (ProctrackType)."""
+    """Processes of a step that receive a signal, which depends on how a cluster tracks processes (ProctrackType)."""
 
     LEADERS = "the first process of each task"
     ALL = "every process of the step"
@@ -92,16 +92,16 @@ class Receivers(enum.Enum):
 
 @dataclass
 class Job:
-    """Runs a batch script again as often as it is requeued; `folder` gets its output and the stand-ins."""
+    """A batch job, which the test starts once per attempt. folder: for its output and the stand-in programs."""
 
     script: str
     words: Sequence[str]
     folder: Path
-    program: Path  # what is trained in the place of pretrain_gpt.py
+    program: Path  # trained in place of pretrain_gpt.py
     nodes: int = 2
     env: Mapping[str, str] = field(default_factory=dict)
-    launcher: str = sys.executable  # of programs; gets what $PYTHON gets
-    seconds_per_second: float = 1.0  # how long a second of the script's #SBATCH lines takes
+    launcher: str = sys.executable  # starts the program; receives the arguments of $PYTHON
+    seconds_per_second: float = 1.0  # duration of a second of the script's #SBATCH lines
     process: subprocess.Popen[bytes] | None = None
     attempts: int = 0
 
@@ -120,22 +120,22 @@ class Job:
 
     @property
     def requeues(self) -> int:
-        """How often the script has asked to be run again."""
+        """Number of times that the script has requeued itself."""
         path = self.folder / "requeues"
         return len(path.read_text().splitlines()) if path.exists() else 0
 
     @property
     def mark(self) -> str:
-        """Variable in the environment of each process of the job."""
+        """Environment variable, as NAME=VALUE, that marks each process of the job."""
         return f"{JOB}={self.folder}"
 
     @property
     def output(self) -> str:
-        """Everything that the job has written."""
+        """The job's stdout and stderr so far."""
         return (self.folder / "output.txt").read_text(errors="replace")
 
     def start(self) -> None:
-        """Runs the script on the first node, as sbatch does when the job's turn has come."""
+        """Starts the script on the first node, as Slurm does when the job is scheduled."""
         environment = {
             **os.environ,
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
@@ -163,11 +163,11 @@ class Job:
         self.attempts += 1
 
     def tasks(self) -> list[int]:
-        """Ids of the first processes of the tasks, by node."""
+        """Returns the process id of each node's task."""
         return json.loads(self._step.read_text())
 
     def reach_time_limit(self, receivers: Receivers) -> None:
-        """Sends the signal of --signal to the step, and what Slurm sends when the seconds after its @ are over."""
+        """Sends the step the signal of --signal, and kills the job if it is alive after the seconds of --signal."""
         name, _, seconds = self.options["signal"].partition("@")
         number = signal.Signals[f"SIG{name}"]
         for process in self.tasks() if receivers is Receivers.LEADERS else processes_with(f"{STEP}={self._step}"):
@@ -179,42 +179,42 @@ class Job:
             kill_all(self.mark)
 
     def cancel(self) -> None:
-        """Does what scancel does: a signal to every process of the job, the batch script's own among them."""
+        """Sends SIGTERM to every process of the job, including the batch script, as scancel does."""
         for process in processes_with(self.mark):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process, signal.SIGTERM)
 
     def fail_node(self, node: int) -> bool:
-        """Ends a node, and then the job, as slurmctld does when a node does not answer; returns whether it requeues."""
+        """Kills a node's task and the job, as slurmctld does for a lost node. Returns whether Slurm requeues the job."""
         os.killpg(self.tasks()[node], signal.SIGKILL)
         kill_all(self.mark)
         self.wait()
         return "requeue" in self.options
 
     def wait(self, seconds: float = SECONDS) -> int:
-        """Waits for the batch script; returns its exit status."""
+        """Waits for the batch script and returns its exit status."""
         assert self.process is not None
         return self.process.wait(seconds)
 
     def wait_for_moment(self) -> str:
-        """Waits until a rank has come to where the signal is due; returns what it says."""
+        """Waits until a rank is ready for the signal, and returns the text that it wrote to the pipe."""
         return read_moment(self.folder / "moment", self.process)
 
     @property
     def _step(self) -> Path:
-        """File of the newest attempt's step, whose name marks its processes."""
+        """File with the task ids of the latest attempt. Its path marks the processes of the step."""
         return self.folder / f"step{self.attempts - 1}"
 
 
 @dataclass
 class Pod:
-    """A container of a Kubernetes job's pod: its command as process 1, which alone gets signals."""
+    """The container of a Kubernetes pod. Only its command, process 1, receives signals."""
 
     manifest: str
     index: int
-    folder: Path  # in the place of /checkpoints, and for its output
+    folder: Path  # replaces /checkpoints, and receives the output
     program: Path
-    replaced: Mapping[str, str]  # parts of the container's words and variables, such as names of hosts
+    replaced: Mapping[str, str]  # replacements in the container's arguments and variables, such as host names
     env: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
 
@@ -226,7 +226,7 @@ class Pod:
         write_program(self.folder / "bin/python", program)
 
     def start(self) -> None:
-        """Starts the container's command with the variables of the manifest."""
+        """Starts the container's command with the environment variables of the manifest."""
         environment = {
             **os.environ,
             "PYTHON": str(self.folder / "bin/python"),
@@ -250,12 +250,12 @@ class Pod:
             )
 
     def wait(self, seconds: float = SECONDS) -> int:
-        """Waits for process 1; returns its exit code."""
+        """Waits for process 1 and returns its exit code."""
         assert self.process is not None
         return self.process.wait(seconds)
 
     def counts_as_failure(self, code: int, *, evicted: bool) -> bool:
-        """Whether the Job's policy counts this end of the pod as a failure."""
+        """Returns whether the Job's podFailurePolicy counts this exit code of the pod as a failure."""
         for rule in self.job["spec"]["podFailurePolicy"]["rules"]:
             conditions = [one["type"] for one in rule.get("onPodConditions", [])]
             if evicted and "DisruptionTarget" in conditions or code in rule.get("onExitCodes", {}).get("values", []):
@@ -269,23 +269,23 @@ class Pod:
 
 
 def container_variables(container: Mapping[str, Any], *, index: int) -> dict[str, str]:
-    """Returns the variables of a container in the pod of that completion index."""
+    """Returns the environment variables of a container in the pod with this completion index."""
     values: dict[str, str] = {}
     for variable in container["env"]:
-        # From the pod's annotation; and a value may name variables before it.
+        # A variable without a value reads the index from the pod's annotation. A value may refer to earlier variables.
         value = variable.get("value", str(index))
         values[variable["name"]] = re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], value)
     return values
 
 
 def make_pipe(path: Path) -> None:
-    """Makes the pipe of MOMENT, unless it is there."""
+    """Creates the pipe of MOMENT if it does not exist."""
     if not path.exists():
         os.mkfifo(path)
 
 
 def read_moment(pipe: Path, process: subprocess.Popen[bytes] | None) -> str:
-    """Reads what a rank writes to the pipe; raises AssertionError where the process ends before."""
+    """Returns the text that a rank writes to the pipe. Raises AssertionError if the process ends first."""
     descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
         return wait_until(lambda: _read_some(descriptor), process=process)
@@ -294,7 +294,7 @@ def read_moment(pipe: Path, process: subprocess.Popen[bytes] | None) -> str:
 
 
 def wait_until(condition: Callable[[], Any], *, process: subprocess.Popen[bytes] | None = None) -> Any:
-    """Polls, where nothing tells, until the condition gives something true; returns that."""
+    """Polls until the condition returns a true value, and returns that value."""
     deadline = time.monotonic() + SECONDS
     while not (value := condition()):
         is_running = process is None or process.poll() is None

@@ -1,9 +1,10 @@
-"""Writes the corpora of a case: documents that count upwards, each ended by token 126, the eod of bases.yaml.
+"""Writes the corpora of a case: documents of ascending tokens, each ended by token 126, the eod of bases.yaml.
 
 corpora:
   a: {}                                         # {tmp}/a.bin and {tmp}/a.idx; defaults: 60, 20, uint16, no masks
   b: {documents: 60, longest: 20, dtype: int32, learned: half}
-learned: no loss masks (none), masks that learn all tokens (all) or none of them (nothing), or every other document.
+learned: no loss masks (none), or masks that select all tokens (all), no tokens (nothing), or every other document
+(half).
 """
 
 import struct
@@ -20,7 +21,7 @@ LEARNED = {"all": (1, 1), "nothing": (0, 0), "half": (0, 1)}
 
 
 def write_corpora(folder: Path, corpora: dict[str, dict[str, Any]]) -> None:
-    """Writes each corpus under its name; equal descriptions give equal files."""
+    """Writes each corpus under its name. Equal descriptions yield equal files."""
     for name, facts in corpora.items():
         _write_corpus(folder / name, **facts)
 
@@ -38,7 +39,7 @@ def _write_corpus(
 
 
 def _write_pair(prefix: str, documents: list[np.ndarray], dtype: str) -> None:
-    """Writes the published layout byte by byte, independently of the project's own writer."""
+    """Writes the published file format byte by byte, independently of the project's writer."""
     values = np.concatenate(documents).astype(np.dtype(dtype).newbyteorder("<"))
     ends = np.cumsum([len(document) for document in documents])
     starts = [0, *ends[:-1].tolist()]

@@ -1,8 +1,9 @@
-"""pretrain_gpt.py whose attempts end by signals: FAULTS in the environment says which rank, when; tests start it.
+"""pretrain_gpt.py whose attempts are ended by signals, as the environment variable FAULTS specifies. For tests.
 
-FAULTS is JSON: attempt, as "starts by the supervisor.restarts by torchrun", to [rank, when, signal, whom]; when is a
-step, "setup" or "evaluation". Whom: "self", "agent", "save NUMBER" for SIGKILL to itself at the so-manieth write
-from the step on, or "MOMENT": the test sends the signal, when the rank has written to the pipe of that variable.
+FAULTS is a JSON object. A key is an attempt, "STARTS.RESTARTS": starts by the supervisor, restarts by torchrun. A value
+is [rank, when, signal, whom]. when: a step, "setup" or "evaluation". whom: "self"; "agent"; "save N" for a SIGKILL at
+the Nth file operation of the saves from that step on; or "MOMENT", where the test sends the signal as soon as the rank
+has written to the pipe of that variable.
 """
 
 import json
@@ -31,17 +32,17 @@ IN_A_SAVE = "save "
 
 
 def attempt_name(*, starts: int = 0, restarts: int = 0) -> str:
-    """As FAULTS has it."""
+    """Returns the key of an attempt in FAULTS."""
     return f"{starts}.{restarts}"
 
 
 def main(argv: list[str]) -> None:
-    """Runs the command line; a minute of --distributed-timeout-minutes takes TIMEOUT_SECONDS."""
+    """Trains with the fault of this attempt. A minute of --distributed-timeout-minutes lasts TIMEOUT_SECONDS."""
     counts = [int(os.environ.get(f"{who}_RESTART_COUNT", "0")) for who in ("SUPERVISOR", "TORCHELASTIC")]
     fault = json.loads(os.environ["FAULTS"]).get(attempt_name(starts=counts[0], restarts=counts[1]))
     doom = _Doom(*fault) if fault is not None and str(fault[0]) == os.environ["RANK"] else None
     if fault is not None and fault[0] == 0 and fault[2] == "SIGSTOP":
-        # The store hangs too: less patience with it.
+        # Rank 0 hosts the store, which therefore hangs too. Shorter timeouts make its clients give up sooner.
         vars(error_broadcast).update(_ANSWER_SECONDS=3.0, _PATIENCE_SECONDS=1.0)
     if fault is not None and fault[2] in ("SIGKILL", "SIGSTOP"):
         wait_for_no_silent_rank()
@@ -58,7 +59,7 @@ def main(argv: list[str]) -> None:
 
 @contextmanager
 def short_timeouts() -> Iterator[None]:
-    """Makes the minutes of --distributed-timeout-minutes shorter."""
+    """Makes a minute of --distributed-timeout-minutes last TIMEOUT_SECONDS while the context is active."""
     with (
         patch("megatron.training.startup_handshake.timedelta", _shorter),
         patch("megatron.core.parallel_state.timedelta", _shorter),
@@ -67,7 +68,7 @@ def short_timeouts() -> Iterator[None]:
 
 
 def wait_for_no_silent_rank() -> None:
-    """Lets the host of the store leave soon: a rank that is silent was killed or stopped, and will say nothing more."""
+    """Makes the host of the store exit soon after a rank falls silent, since such a rank was killed or stopped."""
     vars(error_broadcast).update(_SILENT_SECONDS=0.5)
 
 
@@ -76,7 +77,7 @@ def _shorter(*, minutes: float) -> timedelta:
 
 
 class _Doom(Callback):
-    """Sends the signal in backwards of the step, to this process or to the one that started it."""
+    """Sends the signal to this process or to its parent at the time given, such as the backward pass of a step."""
 
     def __init__(self, _rank: int, when: int | str, signal_name: str, whom: str) -> None:
         self._when, self._signal, self._whom = when, signal.Signals[signal_name], whom
@@ -85,7 +86,7 @@ class _Doom(Callback):
     def on_step_start(self, iteration: int) -> None:
         is_here = iteration + 1 == self._when
         if is_here and self._whom.startswith(IN_A_SAVE):
-            # Nothing but saves writes there.
+            # Only saves write through disk.os.
             vars(disk)["os"] = KillingOs(int(self._whom.removeprefix(IN_A_SAVE)))
         else:
             self._is_due = is_here
@@ -109,13 +110,13 @@ class _Doom(Callback):
         elif self._whom == "agent":
             _ask_and_wait(lambda: os.kill(os.getppid(), self._signal))
         else:
-            # Once: nobody reads the pipe of a further micro-batch.
+            # Only once, since nobody reads the pipe during later micro-batches.
             self._is_due = False
             _ask_and_wait(lambda: Path(os.environ[self._whom]).write_text("waits"))
 
 
 def _ask_and_wait(ask: Callable[[], object]) -> None:
-    """Asks for a signal and goes on when one has come to this process; whoever ends it sends one, or kills it."""
+    """Calls `ask`, and returns once this process has received a signal. It may also be killed instead."""
     receiver, sender = os.pipe()
     os.set_blocking(sender, False)
     before = signal.set_wakeup_fd(sender)

@@ -1,4 +1,4 @@
-"""The expectations of functional cases, by name: each function makes the runs it needs and asserts. Format: case.py."""
+"""The expectations of functional cases. Each function makes and checks the runs it needs. case.py has the format."""
 
 import re
 from collections.abc import Callable
@@ -18,20 +18,20 @@ from tests.functional_tests.launch import PROGRAM, Run, run_program
 
 @dataclass
 class Runner:
-    """Runs one case and its variants in `folder`; `{tmp}` in a flag's value is that folder, `{tests}` this one."""
+    """Runs a case and its variants in `folder`. In flag values, {tmp} means `folder`, and {tests} this file's folder."""
 
     case: Case
     folder: Path
     program: str = PROGRAM
 
     def run(self, name: str, flags: Flags | None = None, *, processes: int | None = None) -> Run:
-        """Runs the case's flags, with `flags` over them, and logs to the folder `name`."""
+        """Runs the case's flags, updated by `flags`, and logs to the folder `name`."""
         words = command_line({**self.case.flags, **(flags or {})})
         words = [word.replace("{tmp}", str(self.folder)).replace("{tests}", str(FOLDER)) for word in words]
         return run_program(words, processes or self.case.processes, folder=self.folder / name, program=self.program)
 
     def finished_run(self, name: str, flags: Flags | None = None, *, processes: int | None = None) -> Run:
-        """Runs as `run` does; asserts that every rank ended with status 0 and that a step was logged."""
+        """Calls `run`, and asserts that every rank ended with status 0 and that a step was logged."""
         run = self.run(name, flags, processes=processes)
         assert run.exit_codes == [0] * len(run.outcomes), run.written()
         assert run.log, f"nothing in steps.jsonl\n{run.written()}"
@@ -39,7 +39,7 @@ class Runner:
 
     @cached_property
     def plain(self) -> Run:
-        """The case's own run, made once for all its expectations; saves checkpoints if the case has resume_at."""
+        """The case's unchanged run, shared by all its expectations. It saves checkpoints if the case has resume_at."""
         if "resume_at" not in self.case.expect:
             return self.finished_run("plain")
         interval = self.case.flags.get("save-interval", self.resume_steps[0])
@@ -52,18 +52,18 @@ class Runner:
         return sorted(steps) if isinstance(steps, list) else [steps]
 
     def check(self) -> None:
-        """Asserts everything that the case expects."""
+        """Checks all expectations of the case."""
         write_corpora(self.folder, self.case.corpora)
         for name, value in self.case.expect.items():
             EXPECTATIONS[name](self, value)
 
 
 def _failure(runner: Runner, wanted: dict[str, Any]) -> None:
-    """{exit_code: 1, error: regex}: every rank ends with this code, and one line of its stderr matches."""
+    """Checks `{exit_code: 1, error: regex}`: every rank ends with this code, and one line of its stderr matches."""
     _assert_failure(runner.run("failing"), wanted)
 
 
-# Flags that the saving run of _refused_load and _loads drops, and flags that it adds.
+# Flags that the saving run of _refused_load and _loads removes, and flags that it adds.
 _LOADING = {
     "load",
     "pretrained-checkpoint",
@@ -78,15 +78,15 @@ _SAVING: Flags = {"save": "{tmp}/saved", "train-iters": 3}
 
 
 def _save_with(runner: Runner, flags: Flags) -> None:
-    """Trains three steps with the case's flags, without those that load, and with `flags`; saves to {tmp}/saved."""
+    """Trains three steps with the case's flags, except those for loading, updated by `flags`. Saves to {tmp}/saved."""
     dropped = dict.fromkeys(runner.case.flags.keys() & _LOADING)
     runner.finished_run("saving", {**dropped, **_SAVING, **flags})
 
 
 def _refused_load(runner: Runner, wanted: dict[str, Any]) -> None:
-    """{saved_with: {flags}, exit_code: 1, error: regex}: the case fails to load a checkpoint saved with these flags.
+    """Checks `{saved_with: {flags}, exit_code: 1, error: regex}`: a checkpoint saved with these flags is rejected.
 
-    The checkpoint is in {tmp}/saved, and does not change.
+    The case loads the checkpoint from {tmp}/saved, which must not change.
     """
     saved = runner.folder / "saved"
     _save_with(runner, wanted["saved_with"])
@@ -96,9 +96,9 @@ def _refused_load(runner: Runner, wanted: dict[str, Any]) -> None:
 
 
 def _loads(runner: Runner, wanted: dict[str, Any]) -> None:
-    """{saved_with: {flags}, steps: [4, 5, 6]}: the case loads a checkpoint of three steps saved with these flags.
+    """Checks `{saved_with: {flags}, steps: [4, 5, 6]}`: the case loads a checkpoint of three steps with these flags.
 
-    It then logs these steps and ends with status 0. The checkpoint is in {tmp}/saved.
+    The run then logs the given steps and ends with status 0. The checkpoint is in {tmp}/saved.
     """
     _save_with(runner, wanted["saved_with"])
     run = runner.run("loading")
@@ -116,9 +116,9 @@ def _assert_failure(run: Run, wanted: dict[str, Any]) -> None:
 
 
 def _resume_at(runner: Runner, _: int | list[int]) -> None:
-    """A run resumed from the checkpoint of the first step equals the uninterrupted run, bit for bit.
+    """Checks that a run resumed at the first of these steps is bit-identical to the uninterrupted run.
 
-    At each later step the resumed run stops, saves, and is resumed from its own checkpoint.
+    At each later step, the resumed run stops, saves, and is resumed from the checkpoint that it saved.
     """
     whole, (first, *stops) = runner.plain, runner.resume_steps
     saved = "{tmp}/resumed/saved"
@@ -137,12 +137,12 @@ def _resume_at(runner: Runner, _: int | list[int]) -> None:
 
 
 def _same_as(runner: Runner, variant: dict[str, Any]) -> None:
-    """{flags: {...}, processes: N}: a run with these differences logs the same numbers, bit for bit."""
+    """Checks `{flags: {...}, processes: N}`: a run with these changes logs bit-identical values."""
     assert_same_steps(_variant(runner, variant), runner.plain)
 
 
 def _close_to(runner: Runner, variant: dict[str, Any]) -> None:
-    """{flags: {...}, processes: N, rtol: X}: losses and gradient norms of such a run agree within rtol."""
+    """Checks `{flags: {...}, processes: N, rtol: X}`: losses and gradient norms of such a run agree within rtol."""
     other, rtol = _variant(runner, variant), variant["rtol"]
     assert other.steps.keys() == runner.plain.steps.keys()
     for iteration, step in runner.plain.steps.items():
@@ -151,13 +151,13 @@ def _close_to(runner: Runner, variant: dict[str, Any]) -> None:
 
 
 def _differs_from(runner: Runner, variant: dict[str, Any]) -> None:
-    """{flags: {...}, processes: N}: a run with these differences ends with another loss: its flags have an effect."""
+    """Checks `{flags: {...}, processes: N}`: the last loss of a run with these changes differs, so the flags matter."""
     other, last = _variant(runner, variant), max(runner.plain.steps)
     assert other.steps[last]["lm_loss"] != runner.plain.steps[last]["lm_loss"]
 
 
 def _loss_below(runner: Runner, bound: float) -> None:
-    """The mean loss of the last three steps is below the bound."""
+    """Checks that the mean loss of the last three steps is below the bound."""
     losses = [step["lm_loss"] for _, step in sorted(runner.plain.steps.items())][-3:]
     assert sum(losses) / len(losses) < bound, f"last losses {losses}"
 
@@ -168,13 +168,13 @@ def _validation_loss_below(runner: Runner, bound: float) -> None:
 
 
 def _steps(runner: Runner, count: int) -> None:
-    """The run logs steps 1 to `count`, each once."""
+    """Checks that the run logs the steps 1 to `count`, each of them once."""
     logged = sorted(runner.plain.steps)
     assert logged == list(range(1, count + 1)), f"steps logged: {logged}"
 
 
 def _quiet(runner: Runner, _: bool) -> None:
-    """A run that stops after step 3, and the run that resumes it, print only lines of the log (_LOG_LINES)."""
+    """Checks that a run that stops after step 3, and its resumption, print only log lines (_LOG_LINES)."""
     saved = {"save": "{tmp}/quiet/saved", "load": "{tmp}/quiet/saved", "save-interval": 3}
     for flags in ({"exit-interval": 3}, {}):
         run = runner.finished_run("quiet", {**saved, **flags})
@@ -185,18 +185,18 @@ def _quiet(runner: Runner, _: bool) -> None:
 
 
 def _logs(runner: Runner, names: list[str]) -> None:
-    """Each step's line has these fields, with something in them."""
+    """Checks that each step's log line contains these fields, with values that are not zero, null or empty."""
     for iteration, step in runner.plain.steps.items():
         assert all(step.get(name) for name in names), f"step {iteration} has {sorted(step)}"
 
 
 def _output(runner: Runner, pattern: str) -> None:
-    """Rank 0 printed something that matches."""
+    """Checks that the output of rank 0 matches the pattern."""
     assert re.search(pattern, runner.plain.outcomes[0].stdout), runner.plain.written()
 
 
 def _prints(runner: Runner, pattern: str) -> None:
-    """The program ends with status 0 without a step, and prints something that matches."""
+    """Checks that the program ends with status 0 without training a step, and that its output matches the pattern."""
     run = runner.run("printing")
     assert run.exit_codes == [0] * len(run.outcomes) and not run.log, run.written()
     assert re.search(pattern, run.outcomes[0].stdout), run.written()
@@ -217,7 +217,7 @@ _LOG_LINES = (
 
 
 def _checkpoints(runner: Runner, iterations: list[int]) -> None:
-    """After the case's run, its --save folder {tmp}/saved holds complete checkpoints of these steps and no others."""
+    """Checks that the --save folder {tmp}/saved contains complete checkpoints of exactly these steps after the run."""
     assert runner.plain.steps
     names = sorted(entry.name for entry in (runner.folder / "saved").iterdir() if entry.is_dir())
     assert names == [f"iter_{iteration:07d}" for iteration in iterations]
@@ -250,7 +250,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def assert_same_steps(run: Run, reference: Run, *, after: int = 0) -> None:
-    """Asserts that steps are equal but for UNCOMPARED_FIELDS. after: `run` has only the steps after this one."""
+    """Asserts that all fields except UNCOMPARED_FIELDS are equal. after: `run` has only the steps after this one."""
     expected = {iteration: step for iteration, step in reference.steps.items() if iteration > after}
     assert run.steps.keys() == expected.keys()
     for iteration in sorted(expected):
@@ -258,7 +258,7 @@ def assert_same_steps(run: Run, reference: Run, *, after: int = 0) -> None:
 
 
 def assert_same_checkpoint(folder: Path, reference: Path) -> None:
-    """Asserts that two checkpoint folders hold the same tensors, bit for bit."""
+    """Asserts that two checkpoint folders contain bit-identical tensors."""
     tensors, expected = _load_all(folder), _load_all(reference)
     assert tensors.keys() == expected.keys()
     different = [key for key in expected if not torch.equal(_bytes(tensors[key]), _bytes(expected[key]))]
@@ -274,7 +274,7 @@ def _load_all(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Views a tensor as bytes, in which equal NaNs, the values of absent numbers, compare as equal."""
+    """Views a tensor as bytes, so that identical NaNs, which stand for missing values, compare as equal."""
     return tensor.reshape(-1).view(torch.uint8)
 
 

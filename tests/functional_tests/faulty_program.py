@@ -1,4 +1,4 @@
-"""pretrain_gpt.py with a fault on one rank in its second step, named by FAULT in the environment; tests start it."""
+"""pretrain_gpt.py with a fault on one rank in its second step. The environment variable FAULT selects the fault."""
 
 import os
 import signal
@@ -20,8 +20,8 @@ FAULTY_RANK, MESSAGE = 1, "the model is on fire"
 
 
 def main(argv: list[str]) -> None:
-    """Runs the command line; the faulty rank's own under FAULT=settings has another learning rate,
-    and another folder, as machines may have."""
+    """Runs the command line. With FAULT=settings, the faulty rank uses a different learning rate, and a different
+    folder, which is allowed."""
     if os.environ["FAULT"] == "settings" and os.environ["RANK"] == str(FAULTY_RANK):
         argv = [*argv, "--lr", "0.5", "--data-cache-path", "elsewhere"]
     if os.environ["FAULT"] in ("killed", "chain"):
@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
 
 
 class _ForwardStep:
-    """pretrain_gpt's, but the second backward goes wrong."""
+    """The forward step of pretrain_gpt, with the fault in the second backward pass."""
 
     def __init__(self) -> None:
         self._num_calls = 0
@@ -52,7 +52,7 @@ class _ForwardStep:
 
 def _spoil(fault: str) -> None:
     if fault == "chain":
-        # Each rank but the last waits for the next one alone, and the last is killed.
+        # Each rank waits only for the next rank, and the last rank is killed.
         _wait_for(dist.get_rank() + 1) if dist.get_rank() + 1 < dist.get_world_size() else _die()
     elif dist.get_rank() == FAULTY_RANK:
         {"exception": _raise, "killed": _die, "hang": _hang}[fault]()

@@ -1,4 +1,4 @@
-"""Starts a training program: on warm ranks for most cases, under torchrun where tests send signals to real processes.
+"""Starts a training program on warm ranks, or under torchrun for tests that send signals to real processes.
 
 case.py reads the cases; expectations.py checks their runs.
 """
@@ -21,8 +21,8 @@ from tests.harness import RankOutcome, launch_on_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = "pretrain_gpt:main"
-LEFT_SECONDS = 10.0  # that a process of a run may live on when its last rank has ended
-# Logged fields that two equal runs need not share, and why.
+LEFT_SECONDS = 10.0  # grace period for a run's other processes after its last rank has ended
+# Logged fields that may differ between two equal runs, and the reason.
 UNCOMPARED_FIELDS: dict[str, str] = {
     "seconds": "time",
     "tokens_per_second": "time",
@@ -34,14 +34,14 @@ UNCOMPARED_FIELDS: dict[str, str] = {
     "straggler": "time",
     "memory": "memory of the process, its libraries included",
     "held": "memory: a resumed run allocates in another order",
-    # The gate does compare it: both of its runs start or resume at the same step.
+    # The gate does compare this field, since both of its runs start or resume at the same step.
     "stash": "Stash pages depend on history that a resumed run lacks",
 }
 
 
 @dataclass(frozen=True)
 class Run:
-    """A finished run: one outcome a rank, and the lines that it logged."""
+    """A finished run: the outcome of each rank, and the log lines."""
 
     outcomes: list[RankOutcome]
     log: list[dict[str, Any]]
@@ -60,7 +60,7 @@ class Run:
 
     @property
     def validation_losses(self) -> dict[int, list[float]]:
-        """Maps each iteration to its validation losses: two if the run evaluates there and also ends there."""
+        """Maps each iteration to its validation losses. There are two if the run evaluates at its last iteration."""
         losses: dict[int, list[float]] = {}
         for line in self.log:
             if "validation_loss" in line:
@@ -68,7 +68,7 @@ class Run:
         return losses
 
     def written(self) -> str:
-        """Returns the output of all ranks and the first traceback, for messages."""
+        """Returns the output of all ranks and the first traceback, for assertion messages."""
         parts = [f"--- rank {one.rank}: exit {one.exit_code}\n{one.stdout}{one.stderr}" for one in self.outcomes]
         notes = [note for one in self.outcomes if one.error for note in vars(one.error).get("__notes__", ())]
         return "\n".join([*parts, *notes[:1]])
@@ -84,10 +84,10 @@ def run_program(
     timeout: float = 180,
     grace: float = 20,
 ) -> Run:
-    """Runs `program` (module:function taking argv) on warm ranks in `folder`, logging to it; returns when all ended.
+    """Runs `program` (module:function taking argv) on warm ranks in `folder`, and returns when all have ended.
 
-    Raises AssertionError where a process of a rank, such as a data worker, outlives the run.
-    grace: seconds that a rank may live on when another has failed, until it is killed.
+    Raises AssertionError if a process of a rank, such as a data worker, outlives the run.
+    grace: seconds after the failure of one rank until the other ranks are killed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     words = [*argv, "--tensorboard-dir", str(folder)]
@@ -99,7 +99,7 @@ def run_program(
 
 
 def read_log(folder: Path) -> list[dict[str, Any]]:
-    """The lines of `folder/steps.jsonl`, none if there is no such file; a line still being written is left out."""
+    """Returns the complete lines of `folder/steps.jsonl`, or an empty list if the file does not exist."""
     path = folder / "steps.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
@@ -113,9 +113,9 @@ def torchrun(
     script: str = "pretrain_gpt.py",
     env: Mapping[str, str] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts a script of this repository under torchrun in `cwd`, for the caller to end.
+    """Starts a script of this repository under torchrun in `cwd`. The caller must end the process.
 
-    stdout and stderr go to `cwd`/output.txt: a pipe that nobody reads would stop the run when it is full.
+    stdout and stderr go to `cwd`/output.txt, because a full pipe that nobody reads would block the run.
     """
     launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(nproc)]
     rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(free_port())]
@@ -130,7 +130,7 @@ def torchrun(
 
 
 def processes_with(variable: str) -> list[int]:
-    """Ids of the processes that have `variable`, as NAME=VALUE, in their environment."""
+    """Returns the ids of the processes that have `variable`, as NAME=VALUE, in their environment."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
@@ -140,13 +140,13 @@ def processes_with(variable: str) -> list[int]:
 
 
 def left_of(variable: str) -> list[str]:
-    """Waits LEFT_SECONDS for the processes that have `variable`, as NAME=VALUE, in their environment.
+    """Waits up to LEFT_SECONDS for the processes that have `variable`, as NAME=VALUE, in their environment.
 
-    Returns the command lines of those that are left, and kills them. Call when the last rank of a run has ended.
+    Kills the processes that are left, and returns their command lines. Call it after the last rank of a run has ended.
     """
     deadline = time.monotonic() + LEFT_SECONDS
     while (left := processes_with(variable)) and time.monotonic() < deadline:
-        # Nothing tells when processes end that are no children.
+        # There is no event for the end of a process that is not a child.
         time.sleep(0.02)
     words = []
     for process in left:

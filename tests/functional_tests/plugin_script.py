@@ -1,4 +1,4 @@
-"""Runs the example of a script in Megatron-LM's form as `python SCRIPT` does. Holds no tests."""
+"""Runs the example of a script in Megatron-LM's form as `python SCRIPT` does. Contains no tests."""
 
 import runpy
 import sys
@@ -15,13 +15,13 @@ SCRIPT = ROOT / "examples" / "megatron_plugins" / "pretrain_plugins.py"
 
 
 def main(argv: list[str]) -> None:
-    """Runs the script with these words on its command line."""
+    """Runs the script with these command line arguments."""
     sys.argv = [str(SCRIPT), *argv]
     runpy.run_path(str(SCRIPT), run_name="__main__")
 
 
 def main_with_builder(argv: list[str]) -> None:
-    """Trains by pretrain_gpt's parts and a builder bound to the model provider, as Megatron-LM's main branch does."""
+    """Trains with pretrain_gpt's functions and a builder bound to the model provider, as Megatron-LM's main branch."""
     wrapped, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     wrapped(
         pretrain_gpt.train_valid_test_datasets_provider,

@@ -1,4 +1,4 @@
-"""pretrain_gpt.py in which one rank computes a NaN in one microbatch of its third step; the tests start it by name."""
+"""pretrain_gpt.py in which one rank computes a NaN in one microbatch of its third step. Tests select the function."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,12 +19,12 @@ ForwardStep = Callable[[Iterator[Any], nn.Module], tuple[Tensor, Any]]
 
 
 def nan_in_loss(argv: list[str]) -> None:
-    """The loss itself is NaN, and with it the gradient of every parameter."""
+    """Trains with a loss that becomes NaN, and with it the gradient of every parameter."""
     _main(argv, lambda losses, _: losses * float("nan"))
 
 
 def nan_in_gradient(argv: list[str]) -> None:
-    """The loss is fine; the gradient of PARAMETER is not."""
+    """Trains with finite losses and a gradient of PARAMETER that becomes NaN."""
     _main(argv, _poison_gradient)
 
 

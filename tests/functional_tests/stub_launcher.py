@@ -1,5 +1,5 @@
-"""A stand-in for `torchrun --nproc-per-node 1`, which imports torch for seconds: starts a rank, hands SIGTERM on to it
-and ends then with 1, as torchrun does.
+"""A fast stand-in for `torchrun --nproc-per-node 1`, which takes seconds to import torch. Starts one rank, forwards
+SIGTERM to it, and then ends with 1, as torchrun does.
 """
 
 import os
@@ -9,7 +9,7 @@ import sys
 
 
 def main(argv: list[str]) -> int:
-    """Runs the program that follows torchrun's words."""
+    """Runs the program that follows torchrun's options."""
     (at,) = [index for index, word in enumerate(argv) if word.endswith(".py")]
     rank = os.environ["SLURM_NODEID"]
     environment = {**os.environ, "RANK": rank, "WORLD_SIZE": os.environ["SLURM_JOB_NUM_NODES"]}

@@ -1,4 +1,4 @@
-"""A stand-in for pretrain_gpt: logs made-up steps, so that the runner can be tested without training."""
+"""A stand-in for pretrain_gpt that logs made-up steps, so that the runner can be tested without training."""
 
 import argparse
 import json
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def main(argv: list[str]) -> None:
-    """Writes `--train-iters` steps to steps.jsonl on rank 0; losses depend on `--lr` alone."""
+    """Writes `--train-iters` steps to steps.jsonl on rank 0. The losses depend only on `--lr`."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--tensorboard-dir", type=Path)
     parser.add_argument("--train-iters", type=int, default=3)

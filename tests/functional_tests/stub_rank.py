@@ -1,7 +1,8 @@
-"""A stand-in for a rank of pretrain_gpt in a cluster's job: its signals, exit codes and checkpoints without training.
+"""A stand-in for a rank of pretrain_gpt in a cluster job, with its signals, exit codes and checkpoints, no training.
 
-STUB in the environment is JSON: train_iters; save_seconds, of the save after a signal; stop_at, the iteration at which
-the first attempt waits for the signal, after a checkpoint if `saves`. Ranks tell each other by files in --save.
+The environment variable STUB is JSON. train_iters: last iteration. save_seconds: duration of the save after a signal.
+stop_at: iteration at which the first attempt waits for the signal. saves: whether it saves a checkpoint before. Ranks
+communicate by files in --save.
 """
 
 import json
@@ -15,8 +16,8 @@ POLL_SECONDS = 0.02
 
 
 def main(argv: list[str]) -> None:
-    """Waits for the signal in the first attempt; in others, or without stop_at, counts to the last iteration."""
-    # The last one wins, as with argparse.
+    """Waits for the signal in the first attempt. In later attempts, or without stop_at, saves the last iteration."""
+    # The last --save wins, as with argparse.
     folder = Path([following for word, following in zip(argv, argv[1:]) if word == "--save"][-1])
     stub, rank = json.loads(os.environ["STUB"]), int(os.environ["RANK"])
     signals: list[int] = []
@@ -30,12 +31,12 @@ def main(argv: list[str]) -> None:
     if rank == 0:
         while len(list(folder.glob("rank * listens"))) < int(os.environ["WORLD_SIZE"]):
             time.sleep(POLL_SECONDS)
-        # After all have come: a rank that finds a checkpoint takes its attempt for the second one.
+        # Saved only after all ranks have started, since a rank that finds a checkpoint assumes the second attempt.
         if stub["saves"]:
             _save(folder, stub["stop_at"] - 1, stub)
         with open(os.environ["MOMENT"], "w") as moment:
             moment.write("waits")
-    # Another rank's signal: nothing else tells.
+    # The file `signalled` is the only way to learn that a different rank received the signal.
     while not signals and not stopped.exists():
         time.sleep(POLL_SECONDS)
     stopped.touch()

@@ -1,4 +1,4 @@
-"""Flags that are accepted without effect change no bit of a run. They are given together, and bisected on failure."""
+"""Flags that are accepted without effect leave a run bit-identical. All are given at once, and bisected on failure."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,7 +14,7 @@ VALUES = {"int": "3", "float": "0.3"}
 
 
 def _words(flag: Flag) -> list[str]:
-    """The flag with a value that is not its default, where it takes one."""
+    """Returns the flag, followed by a value other than its default if it takes one."""
     if flag.constant is not None:
         return [flag.flags[0]]
     others = [str(choice) for choice in flag.choices or () if choice != flag.default]
@@ -27,14 +27,14 @@ def _runs(base: str, folder: Path) -> "_Runs":
 
 
 class _Runs:
-    """A run without any of the flags, and runs with some."""
+    """Compares runs with some of the flags to a run without them."""
 
     def __init__(self, words: Sequence[str], folder: Path) -> None:
         self._words, self._folder, self._number = words, folder, 0
         self._plain = self._run([])
 
     def changed_by(self, flags: Sequence[Flag]) -> Iterator[str]:
-        """Yields each of the flags by which, alone, a run logs other numbers or fails."""
+        """Yields each flag that, given alone, makes a run fail or log different values."""
         if self._is_same(flags):
             return
         if len(flags) == 1:

@@ -1,4 +1,4 @@
-"""Runs every case of cases/*.yaml. How a case is written: case.py; what it may expect: expectations.py."""
+"""Runs every case of cases/*.yaml. case.py documents the format, and expectations.py the expectations."""
 
 from pathlib import Path
 
@@ -8,7 +8,8 @@ from _pytest.mark import ParameterSet
 from tests.functional_tests.case import FOLDER, Case, read_bases, read_cases
 from tests.functional_tests.expectations import EXPECTATIONS, Runner
 
-# Of the six of bases.yaml: two of warm-up, one that evaluates and at which most cases resume, and one after it.
+# Instead of the six steps of bases.yaml: two warm-up steps, one that evaluates and at which most cases resume, and one
+# after it.
 STEPS = 4
 
 

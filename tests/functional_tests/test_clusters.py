@@ -1,4 +1,4 @@
-"""Jobs of Slurm and Kubernetes that are told to end save, are run again, go on, and are not run again when finished."""
+"""Slurm and Kubernetes jobs that are told to end save, are requeued, continue, and are not requeued when finished."""
 
 import json
 import subprocess
@@ -21,8 +21,8 @@ from tests.functional_tests.launch import ROOT, Run, left_of, read_log, run_prog
 LAST, STOPPED_AT = 9, 5
 SCRIPTS = ["examples/slurm.sh", "examples/models/slurm.sh"]
 MANIFESTS = ["examples/kubernetes.yaml", "examples/models/kubernetes.yaml"]
-KILL_WAIT = 30  # seconds from Slurm's SIGTERM at the limit to its SIGKILL, unless the cluster has another KillWait
-# Wins over what the script has: a tiny model, on two ranks.
+KILL_WAIT = 30  # Slurm's default KillWait: seconds between SIGTERM at the time limit and SIGKILL
+# Overrides the script's flags: a tiny model on two ranks.
 TINY = """
     --expert-model-parallel-size 2 --num-layers 1 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2
     --num-experts 4 --moe-ffn-hidden-size 32 --seq-length 32 --max-position-embeddings 32 --global-batch-size 4
@@ -40,7 +40,7 @@ def stub_job(
     launcher: str = f"{sys.executable} -SE {stub_launcher.__file__}",
     **how: object,
 ) -> Job:
-    """A job of two nodes whose ranks are stubs."""
+    """Returns a job, by default on two nodes, whose ranks are stubs."""
     stub = {"train_iters": LAST, "stop_at": stop_at, "saves": saves, "save_seconds": save_seconds}
     env = {"STUB": json.dumps(stub), "SCALE": "tiny", "OUT": str(folder), **dict(how.pop("env", {}))}  # type: ignore[call-overload]
     program = Path(stub_rank.__file__)
@@ -51,7 +51,7 @@ def saved_iteration(folder: Path) -> int:
     return attempt.progress(folder)[0]
 
 
-# The receivers differ in the second process of a task alone: one script is enough for both.
+# LEADERS and ALL differ only in the other processes of a task, so one script is enough to test both.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "receivers"),
@@ -98,7 +98,7 @@ def test_a_slurm_job_whose_node_fails_is_requeued_by_slurm_and_goes_on(tmp_path:
 
 @pytest.mark.slow
 def test_a_save_that_outlasts_the_time_limit_is_killed_and_not_requeued(tmp_path: Path) -> None:
-    # 120 s of --signal take 1.2 s here, in which nothing can be saved.
+    # The 120 s of --signal last 1.2 s here, which is too short for the save.
     job = stub_job(tmp_path, save_seconds=cluster.SECONDS, seconds_per_second=0.01)
     job.start()
     job.wait_for_moment()
@@ -107,7 +107,7 @@ def test_a_save_that_outlasts_the_time_limit_is_killed_and_not_requeued(tmp_path
     assert job.requeues == 0 and saved_iteration(tmp_path / "saved") == 0
 
 
-# test_a_real_job_ends_in_a_step_and_goes_on_bit_for_bit saves in time.
+# test_a_real_job_ends_in_a_step_and_goes_on_bit_for_bit covers a save that ends in time.
 @pytest.mark.slow
 @pytest.mark.parametrize(("seconds", "saved"), [("1", 0), soak_only("20", STOPPED_AT)])
 def test_torchrun_kills_a_save_after_the_shutdown_timeout(seconds: str, saved: int, tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_continue_hands_a_signal_on_and_exports_nothing_then(tmp_path: Path) -> 
     job.start()
     job.wait_for_moment()
     assert job.process is not None
-    # To the shell alone.
+    # The signal is sent only to the shell.
     job.process.terminate()
     assert job.wait() == 1 and left_of(job.mark) == [], job.output
     assert saved_iteration(tmp_path / "saved") == STOPPED_AT and "Converting the checkpoint for" not in job.output
@@ -145,8 +145,8 @@ def test_continue_hands_a_signal_on_and_exports_nothing_then(tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_a_pod_that_is_evicted_ends_both_and_both_are_run_again(tmp_path: Path) -> None:
-    """torchrun on the node that was not evicted would wait 300 s for the other, and then end with 0."""
-    # Long enough for attempt.py to see the ranks.
+    """Evicts one of two pods. Without attempt.py, torchrun on the other node would wait 300 s and then end with 0."""
+    # The save lasts long enough for attempt.py to see the ranks.
     stub = {"train_iters": LAST, "stop_at": STOPPED_AT, "saves": False, "save_seconds": 2 * attempt.POLL_SECONDS}
     replaced = {"moe-0.moe": "127.0.0.1", "29500": str(free_port()), "--nproc-per-node 4": "--nproc-per-node 1"}
     pods = [
@@ -174,7 +174,7 @@ def test_a_pod_that_is_evicted_ends_both_and_both_are_run_again(tmp_path: Path) 
 
 @pytest.mark.slow
 def test_a_real_job_ends_in_a_step_and_goes_on_bit_for_bit(tmp_path: Path) -> None:
-    """Two nodes with a torchrun and a rank each; each process of the step gets the signal."""
+    """Runs two nodes with one torchrun and one rank each. Every process of the step receives the signal."""
     saved = tmp_path / "saved"
     words = [*TINY, "--save", str(saved), "--load", str(saved), "--tensorboard-dir", str(tmp_path)]
     faults = {attempt_name(): [1, 3, "SIGTERM", cluster.MOMENT]}
@@ -217,9 +217,9 @@ def test_kubernetes_waits_longer_than_torchrun(manifest: str) -> None:
     pod = job["spec"]["template"]["spec"]
     variables = container_variables(pod["containers"][0], index=1)
     timeout, grace = int(variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]), pod["terminationGracePeriodSeconds"]
-    # attempt.py ends after torchrun.
+    # attempt.py lingers after the end of torchrun.
     assert timeout + attempt.LINGER_SECONDS < grace
-    # podFailurePolicy is refused with another.
+    # Kubernetes rejects a podFailurePolicy with any other restart policy.
     assert pod["restartPolicy"] == "Never"
 
 
@@ -231,7 +231,7 @@ def run_attempt(folder: Path, code: str, *words: str) -> subprocess.CompletedPro
 
 
 def _save(folder: Path, iteration: int) -> str:
-    """Code that saves as a run does."""
+    """Returns Python code that writes a checkpoint as a run does."""
     target = folder / f"iter_{iteration:07d}"
     return f"""
 import json, pathlib

@@ -1,4 +1,4 @@
-"""Damaged data and checkpoints end every rank with one line that names the file, and stay as they are."""
+"""Damaged data and checkpoints end every rank with one line that names the file, and are not modified."""
 
 import os
 import re
@@ -23,7 +23,7 @@ TRACKER = "latest_checkpointed_iteration.txt"
 
 
 def write_data(prefix: Path, *, documents: int = 60, wrong: int | None = None) -> None:
-    """Documents of 50 tokens below 127, as far as there are few documents; one full of 60000 where `wrong` says."""
+    """Writes documents of 50 tokens. All tokens of a document are its number, or 60000 in document `wrong`."""
     builder = IndexedDatasetBuilder(f"{prefix}.bin", numpy.uint16)
     for number in range(documents):
         builder.add_document(numpy.full(50, 60000 if number == wrong else number), [50])
@@ -64,10 +64,10 @@ def test_damaged_data_is_refused_by_name(damage: Callable[[Path], object], messa
 
 @pytest.mark.slow
 def test_a_token_that_only_training_finds_ends_every_rank(tmp_path: Path) -> None:
-    # Start-up looks into every second document of so many.
+    # With this many documents, start-up checks only every second one.
     write_data(tmp_path / "data", documents=128, wrong=1)
     flags = {**DATA, "vocab-size": 128, "data-path": tmp_path / "data", "split": "1,0,0", "num-workers": 1}
-    # All documents within a few steps.
+    # A few steps read all documents.
     flags |= {"micro-batch-size": 16, "global-batch-size": 32, "train-iters": 20}
     run = run_program(command_line(flags), 2, folder=tmp_path / "run")
     assert_one_line_on_every_rank(
@@ -78,7 +78,7 @@ def test_a_token_that_only_training_finds_ends_every_rank(tmp_path: Path) -> Non
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The --save folder of a finished run on two ranks."""
+    """Returns the --save folder of a finished run on two ranks."""
     folder = tmp_path_factory.mktemp("saving")
     run = run_program(command_line({**DENSE, "save": folder / "saved", "save-interval": 3}), 2, folder=folder)
     assert run.exit_codes == [0, 0], run.written()
@@ -111,7 +111,7 @@ def test_from_a_damaged_checkpoint_a_run_goes_back_to_the_one_before_and_says_so
     notice = rf"{message}.*: loading iteration 3 instead, the newest complete checkpoint"
     assert len(re.findall(notice, run.written())) == 1, run.written()
     assert sorted(run.steps) == [4, 5, 6]
-    # The damaged one has made way.
+    # The damaged checkpoint has been replaced.
     assert (folder / TRACKER).read_text() == "6"
     assert contents(folder / ITERATION).keys() == contents(saved / ITERATION).keys()
 

@@ -1,4 +1,4 @@
-"""Every script of examples/ runs in a small size and shows what it says it shows."""
+"""Every script of examples/ runs at a small size and demonstrates what it claims."""
 
 import os
 import re
@@ -27,7 +27,7 @@ TEXT = "The quick brown fox jumps over the lazy dog.\n\n" * 400
 
 
 def run_example(name: str, folder: Path, *words: str) -> str:
-    """Runs the script on warm ranks with its files in `folder`; returns what it printed."""
+    """Runs the script on warm ranks with its files in `folder`, and returns its output."""
     finished = run_script([str(EXAMPLES / name), *words], env={"OUT": str(folder)})
     assert finished.exit_code == 0, finished.stdout + finished.stderr
     return finished.stdout
@@ -46,7 +46,7 @@ def test_dense_trains_on_a_text_and_continues_it(tmp_path: Path) -> None:
 def test_moe_logs_the_losses_of_its_router_on_two_processes(tmp_path: Path) -> None:
     printed = run_example("moe.sh", tmp_path, *SMALL, "--num-layers", "4", "--micro-batch-size", "2")
     assert "load_balancing_loss: " in printed and "z_loss: " in printed
-    # A file of tensors from each process.
+    # Each process wrote a file of tensors.
     assert len(list((tmp_path / "checkpoints" / "iter_0000004").glob("__[01]_*.distcp"))) == 2
 
 
@@ -65,7 +65,7 @@ def test_cuda_graph_checks_its_step_and_trains_it(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_resume_finds_every_step_equal(tmp_path: Path) -> None:
-    # Fewer steps than the warm-up of the whole example has.
+    # The full example's warm-up alone has more steps.
     printed = run_example("resume.sh", tmp_path, "--hidden-size", "32", "--seq-length", "16", "--train-iters", "4")
     assert "exiting at iteration 3" in printed and "All 4 steps are bitwise equal" in printed
 
@@ -83,7 +83,7 @@ def test_ddp_cnn_has_the_same_losses_with_overlap_and_without() -> None:
         for words in ([], ["--overlap"])
     )
     assert len(plain) == 3 and plain[:2] == overlapped[:2] and float(plain[1].split()[3]) < 1
-    # All steps but the first, which shows in which order the buckets become complete.
+    # The first step only records the order in which the buckets become complete, so 19 of 20 steps overlap.
     assert overlapped[2] == "4 buckets; in flight before the next was complete in [19, 19, 19] steps"
 
 
@@ -101,7 +101,7 @@ def test_own_loop_has_the_same_losses_on_any_layout() -> None:
 
 
 def run_any_module(ranks: int, *words: str) -> list[float]:
-    """Losses and norms of gradients of every other step, as printed."""
+    """Runs the example and returns the printed losses and gradient norms of every second step."""
     ended = launch_on_ranks(any_module.main, ranks, ["--log-every", "2", "--paint", "0", *words], backend=None)
     assert [one.exit_code for one in ended] == [0] * ranks, [one.stderr for one in ended]
     lines = [line.split() for line in ended[0].stdout.splitlines() if line.startswith("step")]
@@ -116,7 +116,7 @@ def test_any_module_learns_alike_on_any_number_of_processes() -> None:
     assert run_any_module(2, "--steps", "8", "--overlap") == pytest.approx(alone, rel=1e-2)
 
 
-# bf16 alone reads fp32 masters back as well.
+# Only bf16 also restores fp32 masters.
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [soak_only([]), ["--bf16"]], ids=["fp32", "bf16"])
 def test_any_module_goes_on_from_a_checkpoint_of_fewer_processes(tmp_path: Path, words: list[str]) -> None:
@@ -128,7 +128,7 @@ def test_any_module_goes_on_from_a_checkpoint_of_fewer_processes(tmp_path: Path,
 
 
 def run_own_script(folder: Path, ranks: int, *words: str):
-    """Four steps with a flag of its own, of eight samples each."""
+    """Runs examples/own_script.py for four steps of eight samples, with the flag that the script adds."""
     own = "--mock-data --label-smoothing 0.2 --lr-warmup-iters 2 --eval-iters 1 --num-workers 0"
     batch = "--micro-batch-size 2 --global-batch-size 8 --hidden-dropout 0 --attention-dropout 0"
     run = run_program(
@@ -162,7 +162,7 @@ def test_own_script_loses_as_much_under_every_layout(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name, words, percent, shows",
     [
-        # The last case has a pool that is large enough, too.
+        # Soak only, since the last case also has a pool that is large enough.
         soak_only("pytorch", "", 75, r"\| 0 act, 0 gate_up"),
         ("pytorch", "--device-pages 0.12", 40, r"\| [1-9] act, [1-9] gate_up"),
         ("pytorch", "--device-pages 0.1 --host-pages 0.5", 40, r"\| +[1-9]\S* \| 0 act, 0 gate_up"),
@@ -172,10 +172,10 @@ def test_own_script_loses_as_much_under_every_layout(tmp_path: Path) -> None:
 def test_a_paged_stash_holds_less_and_changes_no_loss(
     name: str, words: str, percent: int, shows: str, monkeypatch, capsys, request
 ) -> None:
-    torch.set_num_threads(2)  # as users have it: sums must not depend on the order of threads
+    torch.set_num_threads(2)  # as for users: sums must not depend on the order of threads
     request.addfinalizer(lambda: torch.set_num_threads(1))
     request.addfinalizer(lambda: torch.use_deterministic_algorithms(False))
-    # In the first step the order of layers is not yet known.
+    # Two steps, since the order of the layers is not known in the first one.
     monkeypatch.setattr(sys, "argv", [name, "--steps", "2", *words.split()])
     import_module(f"examples.paged_stash_{name}").main()
     printed = capsys.readouterr().out
@@ -190,7 +190,7 @@ CLUSTER = {"SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "7", "FIRST": "node1", "G
 
 
 def _cluster_command(name: str) -> tuple[str, str]:
-    """The command that a cluster's file starts on each node, and the words for torchrun there."""
+    """Returns the command that a cluster's file starts on each node, and the arguments for torchrun."""
     text = (EXAMPLES / name).read_text()
     if name == "moe_8ranks.sh":
         return f"examples/{name}", ""
@@ -206,7 +206,7 @@ def _cluster_command(name: str) -> tuple[str, str]:
     pod = job["spec"]["template"]["spec"]
     assert pod["subdomain"] == service["metadata"]["name"] and job["spec"]["completionMode"] == "Indexed"
     (container,) = pod["containers"]
-    # A value may name only variables before it.
+    # A value may refer only to earlier variables.
     node_rank, launch, _ = container["env"]
     assert (node_rank["name"], launch["name"]) == ("NODE_RANK", "LAUNCH")
     _, _, script = container["command"]
@@ -219,7 +219,7 @@ def test_clusters_start_the_command_of_eight_ranks(name: str, monkeypatch: pytes
     assert launch == "" or command == _cluster_command("slurm.sh")[0], "more than the launcher differs"
     environment = {**os.environ, "PYTHON": "echo", "LAUNCH": launch}
     done = subprocess.run(command.split(), cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    # The plan of the same flags comes first.
+    # The first line is the plan with the same flags.
     plan, words = (line.split() for line in done.stdout.splitlines())
     script = words.index(str(ROOT / "pretrain_gpt.py"))
     torchrun = get_args_parser().parse_args([*words[2:script], "script"])
@@ -241,19 +241,19 @@ def test_the_code_of_the_library_page_runs(tmp_path: Path, monkeypatch, capsys) 
 def test_the_loop_of_the_sharded_optimizers_page_runs(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     losses = run_on_ranks(loss_of_page, 2, "distributed_optimizer.md")
-    assert losses == [losses[0]] * 2 and losses[0] < 0.7  # of 1.1 at the start
+    assert losses == [losses[0]] * 2 and losses[0] < 0.7  # starts at 1.1
 
 
-# Two ranks run the same page; test_distributed_fused_adam.py has one rank.
+# Soak only for one rank, since two ranks run the same page and test_distributed_fused_adam.py covers one rank.
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [soak_only(1), 2])
 def test_the_loop_of_the_fused_adams_page_runs(ranks: int) -> None:
     losses = run_on_ranks(loss_of_page, ranks, "fused_adam.md")
-    assert max(losses) < 0.8  # of 2.5 at the start
+    assert max(losses) < 0.8  # starts at 2.5
 
 
 def loss_of_page(page: str) -> float:
-    """The last loss of the loop that the page shows."""
+    """Runs the code block of a page and returns its last loss."""
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
     names: dict = {}
     exec(block, names)

@@ -1,4 +1,4 @@
-"""TRAPS B31: a rank that fails or hangs ends all others, which say which rank it was and what became of it."""
+"""TRAPS B31: a rank that fails or hangs ends all other ranks, which report the rank and its failure."""
 
 import re
 import time
@@ -19,9 +19,9 @@ FLAGS: Flags = {
     "eval-interval": None,
     "data-cache-path": ".",
 }
-SECONDS = 40  # of which one of the timeout has doomed_program.TIMEOUT_SECONDS
+SECONDS = 40  # limit for a run, in which a minute of the timeout lasts doomed_program.TIMEOUT_SECONDS
 HANGS: Flags = {"distributed-timeout-minutes": 1}
-# With as many minutes as of seconds below them, the timeout of all other cases is longer than they may take.
+# 30 minutes last 120 s here, so the timeout of all other cases is longer than SECONDS.
 FLAGS["distributed-timeout-minutes"] = 30
 KILLED = r"rank {} ended or hangs without a message \(killed\?\); this rank was in \w+"
 WAITED = r"rank 1 ended or hangs without a message \(killed\?\); ranks 0, 2 waited in all_reduce number "
@@ -49,7 +49,7 @@ def test_b31_a_rank_that_fails_ends_and_is_named_by_all_others(
     assert time.monotonic() - started < SECONDS, run.written()
     for outcome in run.outcomes:
         if outcome.rank == faulty:
-            # By itself: else the harness would have had to kill it.
+            # The rank ended by itself. Otherwise the harness would have killed it.
             assert outcome.exit_code != 0 and not isinstance(outcome.error, TimeoutError), run.written()
             continue
         assert outcome.exit_code == code, run.written()
@@ -57,7 +57,7 @@ def test_b31_a_rank_that_fails_ends_and_is_named_by_all_others(
         assert len(lines) == 1 and "Traceback" not in outcome.stderr, run.written()
 
 
-# torchrun reports an exception as it reports a death. Killed, named by the others: the test above.
+# torchrun reports an exception and a death in the same way. The test above covers the reports of the other ranks.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "cause"), [("exception", f"RuntimeError: {MESSAGE}"), soak_only("killed", "SIGKILL")]

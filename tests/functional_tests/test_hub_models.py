@@ -1,4 +1,4 @@
-"""A model of transformers is trained further by the program and given back: both continue a prompt alike."""
+"""A transformers model is converted, trained further and converted back; both forms continue a prompt identically."""
 
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ FLAGS: Flags = {
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Path:
-    """The folder of a tiny Qwen3-MoE with random weights and a tokenizer that has fewer ids than the model."""
+    """Creates a tiny Qwen3-MoE with random weights and a tokenizer that has fewer ids than the model."""
     settings = vars(parse_args(argv=command_line(MODEL)))
     torch.manual_seed(3)
     folder = saved(
@@ -54,11 +54,11 @@ def hub(tmp_path: Path) -> Path:
     return folder
 
 
-# What says which model it is: the checkpoint, or its name.
+# The model is defined by the checkpoint's arguments, or by --model.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
-    # The test of adapters below names the model.
+    # The second case is soak only, since the adapter test below also passes --model.
     [
         pytest.param({"use-checkpoint-args": True, "hidden-dropout": 0.0}, id="stored"),
         pytest.param(MODEL, id="named", marks=pytest.mark.soak),
@@ -72,7 +72,7 @@ def test_a_model_is_trained_further_and_given_back(
     flags: Flags = {**FLAGS, **model, "tokenizer-model": str(run / "hugging_face"), "load": str(run)}
     done = run_program(command_line({**flags, "save": str(trained)}), 2, folder=tmp_path / "log")
     assert done.exit_codes == [0, 0] and list(done.steps) == [1, 2, 3], done.written()
-    # In its own folder, from its own checkpoint, it goes on with optimizer and data.
+    # From its own checkpoint, the run resumes with its optimizer state and data position.
     flags |= {"load": str(trained), "train-iters": 4}
     more = run_program(command_line({**flags, "save": str(trained)}), 2, folder=tmp_path / "more")
     assert list(more.steps) == [4], more.written()

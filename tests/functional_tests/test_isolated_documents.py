@@ -1,4 +1,4 @@
-"""A document inside a sample has the losses that it has alone, from the token file to the model's output."""
+"""A document inside a packed sample has the same losses as alone, from the token file to the model's output."""
 
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tests.unit_tests.core.models.small_models import SEQ, small_config, small_m
 def test_a_document_in_a_sample_has_the_losses_of_the_document_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, positions: str, create_masks: bool
 ) -> None:
-    monkeypatch.setattr(pretrain_gpt, "get_timers", lambda: Timers(0))  # pretrain() makes them in a run
+    monkeypatch.setattr(pretrain_gpt, "get_timers", lambda: Timers(0))  # pretrain() creates the timers in a run
     write_corpora(tmp_path, {"a": {"longest": 9, "learned": "half"}})
     config = DataConfig(
         seq_length=SEQ,

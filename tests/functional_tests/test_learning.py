@@ -1,4 +1,4 @@
-"""A small mixture of experts learns more of real text than how often its tokens are: from text to validation loss."""
+"""A small mixture of experts, trained from a raw text, reaches a validation loss far below a unigram model's."""
 
 import math
 from pathlib import Path
@@ -60,7 +60,7 @@ def test_a_mixture_of_experts_beats_a_unigram_model_on_real_text(tmp_path: Path)
 
 
 def _unigram_loss(data: str, tokenizer_model: Path) -> float:
-    """Nats per token of the validation split under the training split's token frequencies, each count plus one."""
+    """Returns the loss of a unigram model with add-one smoothing, in nats per token of the validation split."""
     tokenizer = build_tokenizer(
         TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(tokenizer_model))
     )
@@ -73,6 +73,6 @@ def _unigram_loss(data: str, tokenizer_model: Path) -> float:
 
 
 def _counts(dataset: GPTDataset) -> np.ndarray:
-    """[V], float64."""
+    """Counts the occurrences of each token. Result: [V], float64."""
     documents = [dataset.dataset.get(int(number)) for number in dataset.indices]
     return np.bincount(np.concatenate(documents), minlength=VOCAB_SIZE).astype(np.float64)

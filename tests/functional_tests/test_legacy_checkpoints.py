@@ -1,4 +1,4 @@
-"""Checkpoints with one file for each rank (--ckpt-format torch) continue like the checkpoint they were made from."""
+"""Checkpoints with one file per rank (--ckpt-format torch) continue like the checkpoint they were converted from."""
 
 import shutil
 from pathlib import Path
@@ -25,7 +25,7 @@ def _losses(run: Run) -> dict[int, float]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Checkpoints of short runs in our own format, by case."""
+    """Saves checkpoints of short runs in the project's format, in one folder per case."""
     root = tmp_path_factory.mktemp("trained")
     for case in ("dense", "experts"):
         _losses(_run(case, root / "log", "--save", str(root / case), steps=STEPS))
@@ -38,7 +38,7 @@ def _legacy(trained: Path, case: str, folder: Path, *sizes: str) -> Path:
     return folder
 
 
-# Sizes of the files' layout, and flags of the run that loads them.
+# sizes: parallel sizes of the converted files. flags: flags of the run that loads the files.
 @pytest.mark.parametrize(
     ("case", "sizes", "flags", "ranks"),
     [

@@ -1,4 +1,4 @@
-"""Checkpoints that Megatron-Core itself wrote go on here as they went on there: tests/megatron_core/README.md."""
+"""Checkpoints written by Megatron-Core continue here as they did there. See tests/megatron_core/README.md."""
 
 import io
 import json
@@ -39,7 +39,7 @@ def _expected(case: str) -> dict[int, float]:
     return {int(iteration): loss for iteration, loss in found.items()}
 
 
-# Megatron-Core wrote them with two tensor-parallel (dense) or expert-parallel ranks (experts), with sharded state.
+# Megatron-Core wrote the fixtures with sharded state, on two tensor-parallel (dense) or expert-parallel ranks.
 @pytest.mark.parametrize(
     ("case", "flags", "ranks"),
     [
@@ -66,7 +66,7 @@ def test_a_converted_checkpoint_goes_on_like_the_one_that_was_loaded(tmp_path: P
     runs = [_run("dense", tmp_path / "converted", load=save), _run("dense", tmp_path / "loaded")]
     converted, loaded = map(_losses, runs)
     assert converted == loaded
-    # Neither has generators, and neither load asks for --no-load-rng.
+    # Neither checkpoint contains random generator states, and neither load requires --no-load-rng.
     stored = [load_run_values(root / f"iter_{STEPS:07d}")["contents"] for root in (save, FIXTURES / "dense")]
     assert stored == [{"optimizer": True, "rng": False}] * 2
     assert all("dropout continues with fresh seeds" in run.written() for run in runs)
@@ -79,14 +79,14 @@ def _convert(case: str, save: Path) -> None:
 
 
 def test_masters_are_loaded_beside_16_bit_weights(tmp_path: Path) -> None:
-    # bf16 products are summed in another order there.
+    # Megatron-Core accumulates bf16 GEMMs in a different order.
     assert _losses(_run("masters", tmp_path / "log")) == pytest.approx(_expected("masters"), abs=2e-3)
     _convert("masters", tmp_path / "ours")
     stored = verify(tmp_path / "ours" / f"iter_{STEPS:07d}")
     keys = [key for key in stored.tensors if not key.startswith("optimizer.")]
     masters = [_read(stored, f"optimizer.fp32_param.{key}") for key in keys]
     weights = [_read(stored, key) for key in keys]
-    # Each master rounds to its weight, and some have more digits.
+    # Each master rounds to its weight, and some masters are more precise than their weights.
     assert all(torch.equal(master.bfloat16(), weight) for master, weight in zip(masters, weights, strict=True))
     assert any(not torch.equal(master, weight.float()) for master, weight in zip(masters, weights, strict=True))
 
@@ -100,7 +100,7 @@ def test_masters_are_loaded_beside_16_bit_weights(tmp_path: Path) -> None:
     ],
 )
 def test_a_checkpoint_goes_back_as_it_came(case: str, target: list[str], tmp_path: Path) -> None:
-    """Entry by entry; what megatron-core makes of it, README.md says."""
+    """Compares every entry of the checkpoint. README.md reports how megatron-core continues from it."""
     _convert(case, tmp_path / "ours")
     words = ["convert", "--from", "torch_dist", "--to", "torch_dist_mcore", "--load", str(tmp_path / "ours")]
     command = [*words, "--save", str(tmp_path / "theirs"), "--target-transformer-impl", "local", *target]
@@ -123,7 +123,7 @@ def _raw(files: MegatronCoreFiles) -> VerifiedCheckpoint:
 
 
 def _objects(folder: Path) -> dict[str, bytes]:
-    """The stored objects by key, such as empty states of modules."""
+    """Returns the stored objects by key, such as empty states of modules."""
     metadata = read_metadata(folder, stand_ins=STAND_INS)
     found = {}
     for index, place in metadata.storage_data.items():
@@ -134,7 +134,7 @@ def _objects(folder: Path) -> dict[str, bytes]:
 
 
 def _shape_of(state: Any) -> Any:
-    """Nested keys, with the values of groups but the rate of the moment, which the schedule sets."""
+    """Returns the nested state without current learning rates, which the schedule sets."""
     if isinstance(state, dict):
         return {key: _shape_of(value) for key, value in state.items() if key != "lr"}
     return [_shape_of(one) for one in state] if isinstance(state, list) else state
@@ -188,7 +188,7 @@ def test_a_run_saves_in_our_format_and_resumes_from_it(tmp_path: Path) -> None:
         (["--vocab-size", "65"], "the vocabulary has 65 tokens: must be from 1 to 64, the number of rows"),
         (["--optimizer", "sgd"], "checkpoint of another optimizer: --optimizer is sgd here, adam in the checkpoint"),
         (["--lr", "0.5"], "lr"),
-        # The same weights, and nothing in the fixture's arguments about the flag.
+        # These flags change no weights, and the fixture's arguments do not contain them.
         (["--apply-layernorm-1p"], "--apply-layernorm-1p is on here, off in the checkpoint"),
         (["--rotary-interleaved"], "--rotary-interleaved is on here, off in the checkpoint"),
         (["--softmax-type", "off-by-one"], "--softmax-type is off-by-one here, vanilla in the checkpoint"),

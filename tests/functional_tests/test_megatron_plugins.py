@@ -1,4 +1,4 @@
-"""A script in Megatron-LM's form: its providers, batches, losses and datasets train as pretrain_gpt.py does."""
+"""A script in Megatron-LM's form, with its own providers, batches, losses and datasets, trains as pretrain_gpt.py."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.functional_tests.launch import PROGRAM, Run, run_program
 
 OWN = "tests.functional_tests.plugin_script:main"
-# Without padding of the vocabulary, over whose columns a model without unpadded_vocab_size spreads probabilities.
+# The vocabulary is not padded, since a model without unpadded_vocab_size assigns probabilities to padding columns.
 FLAGS = """
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
 --micro-batch-size 2 --global-batch-size 8 --train-iters 3 --lr 1e-2 --mock-data --num-workers 0 --eval-iters 0
@@ -74,7 +74,7 @@ def test_data_of_evaluations_reaches_the_script_on_the_last_rank(tmp_path: Path)
     run = train(OWN, 2, tmp_path, words)
     first, last = (outcome.stdout for outcome in run.outcomes)
     assert "largest per-token loss" not in first
-    # An evaluation at the interval, and the final ones of the validation and the test split.
+    # One evaluation at the interval, and the final evaluations of the validation and the test split.
     assert last.count("largest per-token loss at iteration 2: ") == 3
     events = EventAccumulator(str(tmp_path))
     events.Reload()
@@ -92,6 +92,6 @@ def test_ranks_for_which_the_script_builds_no_datasets_take_part_in_evaluations(
     own = train(OWN, ranks, tmp_path / "own", evaluated)
     expected = train(PROGRAM, ranks, tmp_path / "gpt", evaluated)
     assert_equal_steps(own, expected, rel=1e-6)
-    # The script reads one batch more in the first evaluation, for what it logs, so that later ones have other batches.
+    # In the first evaluation the script reads an additional batch for logging, so later evaluations use other batches.
     assert own.validation_losses.keys() == {2, 3}
     assert own.validation_losses[2] == pytest.approx(expected.validation_losses[2], rel=1e-6)

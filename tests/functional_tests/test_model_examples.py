@@ -1,4 +1,4 @@
-"""examples/models: each family is pretrained and continued, tiny, by the scripts that train it on many GPUs."""
+"""The scripts of examples/models, which train on many GPUs, pretrain and continue a tiny model of each family."""
 
 import os
 import re
@@ -31,7 +31,7 @@ MODELS += ["glm-4.5", "llama3.2-1b", "qwen2-57b-a14b", "deepseek-v2-lite", "deep
 
 
 def families(*usual: str) -> list[ParameterSet]:
-    """Those under `make test`, and the others under `make soak`."""
+    """Returns all models as parameters. Models other than `usual` run only under `make soak`."""
     return [pytest.param(name) if name in usual else soak_only(name) for name in MODELS]
 
 
@@ -44,13 +44,13 @@ def losses_in(folder: Path) -> list[int]:
 
 
 def is_planned(stdout: str, *, gpus: int) -> bool:
-    """Whether the plan of memory stands before everything that training prints."""
+    """Returns whether the memory plan precedes all output of training."""
     plan, _, training = stdout.partition("== Training; ")
     return f"== Memory plan for {gpus} ranks" in plan and "parameters" in plan and "iteration" in training
 
 
-# Windows with sinks. test_the_script_runs_as_users_run_it has experts, test_model_layouts.py checks the flags of each
-# model, and continue.sh, below, pretrains by the same script.
+# gpt-oss-20b covers attention windows with sinks. test_the_script_runs_as_users_run_it trains a model with experts,
+# test_model_layouts.py checks the flags of each model, and continue.sh, below, calls the same script.
 @pytest.mark.slow
 @pytest.mark.parametrize("model", families("gpt-oss-20b"))
 def test_a_family_is_pretrained(model: str, tmp_path: Path) -> None:
@@ -70,7 +70,7 @@ def test_four_processes_have_stages_and_parts_of_each_layer(model: str, tmp_path
 
 @pytest.mark.slow
 def test_the_script_runs_as_users_run_it(tmp_path: Path) -> None:
-    """Real processes under a real torchrun, in a second start, which goes on."""
+    """Resumes the run in a second start, with real processes under torchrun."""
     first = run_example("pretrain.sh", "qwen3-30b-a3b", "--exit-interval", "2", folder=tmp_path)
     assert first.exit_code == 0, first.stdout + first.stderr
     environment = {**os.environ, "SCALE": "tiny", "OUT": str(tmp_path)}
@@ -83,7 +83,7 @@ def test_the_script_runs_as_users_run_it(tmp_path: Path) -> None:
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Path:
-    """A folder for a model of transformers, with a tokenizer that has fewer ids than the model."""
+    """Creates a folder for a transformers model, with a tokenizer that has fewer ids than the model."""
     folder = tmp_path / "hub"
     folder.mkdir()
     library = ByteLevelBPETokenizer()
@@ -97,8 +97,8 @@ def hub(tmp_path: Path) -> Path:
     return folder
 
 
-# A dense model, and latent attention with experts and further tokens. tests/unit_tests/tools/hugging_face converts each
-# family there and back.
+# A dense model, and a model with latent attention, experts and multi-token prediction.
+# tests/unit_tests/tools/hugging_face converts each family in both directions.
 @pytest.mark.slow
 @pytest.mark.parametrize("model", families("llama3.1-8b", "deepseek-v3"))
 def test_a_family_of_transformers_is_continued_and_given_back(model: str, hub: Path, tmp_path: Path) -> None:
@@ -112,7 +112,7 @@ def test_a_family_of_transformers_is_continued_and_given_back(model: str, hub: P
     back = tmp_path / "out" / "hugging_face-2"
     before, after = (AutoModelForCausalLM.from_pretrained(folder) for folder in (hub, back))
     assert before.state_dict().keys() == after.state_dict().keys()
-    # It learned, and little: the model is the one that it was.
+    # Training changed the weights, but only slightly.
     moved = [(one - other).abs().max() for one, other in zip(before.parameters(), after.parameters(), strict=True)]
     assert 0 < max(moved) < 0.1
     tokens = AutoTokenizer.from_pretrained(back)("hello world", return_tensors="pt").input_ids
@@ -146,12 +146,12 @@ def test_wrong_usage_is_told(script: str, flags: list[str], env: dict[str, str],
     assert finished.launches == [] and finished.stdout == ""
 
 
-# One to a stage: the plan takes time for each.
+# One layer per stage, since each layer makes the plan slower.
 FEW_LAYERS = ["--num-layers", "4"]
 
 
 def trained_over(nodes: list[Finished], model: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each node started its part of one run, and the first, alone, told the plan before."""
+    """Asserts that each node launched its part of one run, and that only the first node printed the plan before."""
     gpus = 8 * len(nodes)
     assert [is_planned(node.stdout + " iteration", gpus=gpus) for node in nodes] == [True] + [False] * (len(nodes) - 1)
     (first, *others) = [launch for node in nodes for launch in node.launches]
@@ -165,13 +165,13 @@ def trained_over(nodes: list[Finished], model: str, monkeypatch: pytest.MonkeyPa
 
 
 def is_not_trained(finished: Finished) -> bool:
-    """Whether attempt.py has found no checkpoint after a launch that was only told."""
+    """Returns whether attempt.py found no checkpoint, as expected after a launch that was only recorded."""
     return finished.exit_code == 1 and "has no checkpoint, as at the start" in finished.stderr
 
 
 @pytest.mark.slow
 def test_slurm_starts_every_node_of_a_layout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """sbatch runs the script on the first node, and srun its command once on each."""
+    """Simulates sbatch, which runs the script on the first node, and srun, which runs its command on every node."""
     nodes = 4
     for name, body in {
         "scontrol": 'echo "$*" >> "$CALLS"; echo node0; echo node1',

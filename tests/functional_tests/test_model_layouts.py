@@ -1,4 +1,4 @@
-"""The layouts of examples/models fit their models; nothing is trained here."""
+"""The layouts of examples/models fit their models. These tests only plan and train nothing."""
 
 import re
 import shlex
@@ -20,8 +20,8 @@ SIZES = {
     "num-virtual-stages-per-pipeline-rank": "chunks",
     "expert-model-parallel-size": "experts",
 }
-# Planned in seconds; larger models under `make soak`. test_the_page_has_every_layout holds the rows of all models,
-# tests/distributed/test_dry_run.py that plans are what runs hold.
+# Models that are planned within seconds; `make soak` plans the larger ones. test_the_page_has_every_layout checks the
+# rows of all models, and tests/distributed/test_dry_run.py compares plans with the memory of runs.
 PLANNED = ["llama3.2-1b"]
 DATA = "--mock-data --tokenizer-type NullTokenizer --save /checkpoints".split()
 
@@ -98,7 +98,7 @@ def test_words_and_sizes_are_printed_for_a_script(capsys: pytest.CaptureFixture[
 
 
 def table_rows() -> dict[tuple[str, int], tuple[str, float]]:
-    """By model and GPUs, the layout and the GiB that the page about models tells."""
+    """Returns the layout and the GiB in the table of docs/models.md, by model and number of GPUs."""
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([\w.-]+)` \| (\d+) \| ([^|]*) \| (\d+) \|$", page, re.MULTILINE)
     return {(model, int(gpus)): (layout, float(size)) for model, gpus, layout, size in rows}
@@ -115,7 +115,7 @@ def summary(layout: Layout) -> str:
 
 
 def verdict(argv: list[str], *, gpus: int, capsys: pytest.CaptureFixture[str]) -> float:
-    """Returns the GiB of the fullest rank of a plan, which fits."""
+    """Asserts that a plan fits, and returns the GiB of its fullest rank."""
     pretrain_gpt.main([*argv, "--dry-run", "--world-size", str(gpus)])
     out = capsys.readouterr().out
     found = re.search(r"^fits H100: ([\d.]+) of 79.6 GiB per rank", out, re.MULTILINE)
@@ -138,7 +138,7 @@ def test_the_page_tells_what_is_planned(
 
 
 def commands_of_pages() -> list[tuple[list[str], int]]:
-    """The words after pretrain_gpt.py of each command that names a model, with made-up data, and its GPUs."""
+    """Returns the pretrain_gpt.py arguments, with made-up data, and the GPUs of each command with --model."""
     found = []
     for page in ("README.md", "docs/models.md"):
         for block in re.findall(
@@ -153,10 +153,10 @@ def commands_of_pages() -> list[tuple[list[str], int]]:
 
 
 def with_made_up_data(argv: list[str]) -> list[str]:
-    """Flags of a command without its data, folders and plan, which are not in every checkout."""
+    """Replaces a command's data by made-up data, and removes its folders, which are not in every checkout."""
     named = "--tokenizer-type --tokenizer-model --data-path --load --save --world-size --vocab-size".split()
     kept = [word for word, before in zip(argv, ["", *argv], strict=False) if before not in named and word not in named]
-    # The tokenizer says no more than the model about the vocabulary.
+    # The tokenizer is not needed either, since the model defines the vocabulary size.
     return [*(word for word in kept if word not in ("--dry-run", "--mock-data")), *DATA]
 
 
@@ -164,7 +164,7 @@ COMMANDS = commands_of_pages()
 
 
 def test_commands_have_the_flags_of_their_layouts() -> None:
-    """The sizes of the batch, rates and logs are the command's own."""
+    """Compares parallelism, precision and recomputation. Commands choose their own batch sizes, rates and logging."""
     sizes = re.compile("parallel|distributed|precision|exp-avg|grad-reduce|param-gather|recompute|moe-(?!aux)|bf16")
     compared = 0
     for argv, gpus in COMMANDS:

@@ -1,4 +1,4 @@
-"""Two torchrun agents, on one machine and in two network namespaces, train as one agent does."""
+"""Two torchrun agents, on one machine or in two network namespaces, train as one agent does."""
 
 import os
 import shutil
@@ -23,7 +23,7 @@ FLAGS = {**read_bases()["moe"], "expert-model-parallel-size": NODES, "train-iter
 
 @dataclass(frozen=True)
 class Node:
-    """How to start a process on a node. address: of the first node, as this one sees it."""
+    """Describes how to start a process on a node. address: the first node's address, as seen from this node."""
 
     command: tuple[str, ...]
     address: str
@@ -38,7 +38,7 @@ ONE_MACHINE = [Node((), "127.0.0.1", "lo")] * NODES
     "apart",
     [
         pytest.param(True, id="network namespaces, where allowed"),
-        # The case above runs this on one machine where namespaces are not allowed, and more than this where they are.
+        # Soak only, since the case above covers more with namespaces, and is equal to this case without them.
         pytest.param(False, id="one machine", marks=pytest.mark.soak),
     ],
 )
@@ -62,7 +62,7 @@ def _run_agents(nodes: Sequence[Node], argv: list[str], folder: Path) -> None:
         environment = os.environ | {
             "OMP_NUM_THREADS": "1",
             "PYTHONPATH": str(ROOT),
-            # The address that the host's name stands for is not one of a namespace.
+            # The host name resolves to an address that is not in the namespace.
             "GLOO_SOCKET_IFNAME": node.interface,
         }
         with (folder / f"node{number}.txt").open("wb") as output:
@@ -74,7 +74,7 @@ def _run_agents(nodes: Sequence[Node], argv: list[str], folder: Path) -> None:
         codes = [agent.wait(180) for agent in agents]
     finally:
         for agent in agents:
-            # torchrun ends its ranks.
+            # torchrun ends its ranks when it is terminated.
             agent.terminate()
             agent.wait()
     written = "\n".join((folder / f"node{number}.txt").read_text() for number in range(len(nodes)))
@@ -82,7 +82,7 @@ def _run_agents(nodes: Sequence[Node], argv: list[str], folder: Path) -> None:
 
 
 def _may_make_namespaces() -> bool:
-    """Whether there is the command ip (iproute2), and this process may use it so; else one machine has to do."""
+    """Returns whether this process can create network namespaces with the command ip (iproute2)."""
     name = f"try-{os.getpid()}"
     if shutil.which("ip") is None or subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode != 0:
         return False
@@ -92,7 +92,7 @@ def _may_make_namespaces() -> bool:
 
 @contextmanager
 def _namespaces() -> Iterator[list[Node]]:
-    """Two network namespaces joined by a veth pair."""
+    """Creates two network namespaces joined by a veth pair, and deletes them at the end."""
     names = [f"node{number}-{os.getpid()}" for number in range(NODES)]
     with ExitStack() as stack:
         for name in names:

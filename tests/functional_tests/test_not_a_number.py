@@ -1,4 +1,4 @@
-"""A NaN on one rank ends all ranks with one line that says where it was; the run goes on from the checkpoint before."""
+"""A NaN on one rank ends all ranks with one line that locates it. The run resumes from the last good checkpoint."""
 
 import re
 from pathlib import Path
@@ -19,8 +19,8 @@ FLAGS: Flags = {
     "save-interval": STEP - 1,
     "eval-iters": 0,
 }
-# Losses are looked at first. A gradient of finite losses is, in fp32 and bf16, before the sum over ranks hides whose it
-# is; in fp16 it may overflow, and the step is skipped.
+# Losses are checked first. If they are finite, fp32 and bf16 gradients are checked before the sum over ranks, which
+# would hide the rank. In fp16, gradients may overflow, and the step is skipped.
 WHERE_GRADIENT = rf"not finite on rank {RANK}: {re.escape(PARAMETER)}\. "
 WHERE_LOSS = rf"not finite at iteration {STEP}: rank {RANK}: microbatch {MICROBATCH} \(lm loss is nan\)"
 
@@ -50,7 +50,7 @@ def test_a_nan_ends_every_rank_and_costs_no_saved_step(
     assert max(poisoned.steps) == STEP - 1
     assert sorted(path.name for path in saved.glob("iter_*")) == [f"iter_{STEP - 1:07d}"]
 
-    # Only a checkpoint from before the NaN, whole and untouched, gives what a run without it gives.
+    # The rest can equal a run without the NaN only if the checkpoint from before the NaN is intact.
     rest = run_program(argv, RANKS, folder=tmp_path)
     whole = run_program(command_line({**flags, "save": tmp_path / "whole"}), RANKS, folder=tmp_path / "whole")
     assert_same_steps(rest, whole)

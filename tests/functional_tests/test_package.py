@@ -26,9 +26,9 @@ from megatron.__main__ import COMMANDS
 from megatron.tools.quickstart import NUM_LINES
 from tests.harness import ROOT
 
-# As many ids as the tokenizer of bytes has.
+# The vocabulary size is that of the byte tokenizer.
 TINY = "--model qwen3-30b-a3b --model-scale tiny --vocab-size 257 --seq-length 32 --micro-batch-size 2 --lr 1e-3"
-# A wheel of NVIDIA's megatron-core, as far as imports see it: no megatron/__init__.py, and files of the same paths.
+# A stand-in for NVIDIA's megatron-core: its wheel has no megatron/__init__.py, and files with the same paths as ours.
 THEIRS = "megatron_core-0.99.0"
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
@@ -40,7 +40,7 @@ class Environment:
     folder: Path
 
     def run(self, command: str, *, cwd: Path) -> str:
-        """Runs a script of the environment and its words; returns stdout."""
+        """Runs a script of the environment with its arguments, and returns stdout."""
         return self.run_words(command.split(), cwd=cwd).stdout
 
     def run_words(
@@ -99,7 +99,7 @@ def fresh_environment(folder: Path, *wheels: Path, requirements: Iterable[str]) 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The wheel, built from a copy, because a build writes into its source."""
+    """Builds the wheel from a copy of the sources, because a build writes into its source folder."""
     source, wheels = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheels")
     for name in ("configs", "megatron", "tools"):
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
@@ -364,7 +364,7 @@ def test_the_page_has_the_lines_that_are_printed(their_clone: Path, tmp_path: Pa
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["ours first", "theirs first"])
 def test_either_order_of_installation_is_reported(wheel: Path, tmp_path: Path, order: str) -> None:
-    """Whichever is installed last replaces megatron/core/__init__.py; the report is in a file that is only ours."""
+    """The later installation replaces megatron/core/__init__.py, so the report is in a file that only our wheel has."""
     theirs = tmp_path / f"{THEIRS}-py3-none-any.whl"
     with zipfile.ZipFile(theirs, "w") as archive:
         archive.writestr("megatron/core/__init__.py", "THEIRS = True\n")

@@ -1,4 +1,4 @@
-"""pretrain() as scripts call it: a model of one's own, more than one run in a process, evaluation without training."""
+"""pretrain() as user scripts call it: a custom model, several runs in one process, evaluation without training."""
 
 import io
 import os
@@ -32,7 +32,7 @@ FLAGS = """
 
 
 class Bigram(MegatronModule):
-    """The next token from the one before; no layers, no auxiliary losses."""
+    """Predicts the next token from the current one. Has no layers and no auxiliary losses."""
 
     def __init__(self) -> None:
         super().__init__(core_transformer_config_from_args(get_args()))
@@ -40,12 +40,12 @@ class Bigram(MegatronModule):
         nn.init.zeros_(self.table.weight)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """tokens: [B, S], int64 -> logits [B, S, V], fp32."""
+        """Returns the logits. tokens: [B, S], int64 -> [B, S, V], fp32."""
         return self.table(tokens)
 
 
 def bigram_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: nn.Module) -> Any:
-    """A loss function that returns (mean, report), the older of the two forms."""
+    """Forward step whose loss function returns (mean, report), the older of the two supported forms."""
     batch = next(data_iterator)
     loss = partial(nn.functional.cross_entropy, target=batch["labels"].flatten())
     return model(batch["tokens"]), lambda logits: (
@@ -55,7 +55,7 @@ def bigram_step(data_iterator: Iterator[dict[str, torch.Tensor]], model: nn.Modu
 
 
 class Record(Callback):
-    """Keeps the losses."""
+    """Records the losses of steps and evaluations."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -78,7 +78,7 @@ def run(extra: str, *, own_model: bool, record: Record | None = None) -> Record:
 
 
 class SignalAfter(Record):
-    """Sends this process the exit signal once step `last` is done."""
+    """Sends the exit signal to this process after step `last`."""
 
     def __init__(self, last: int) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ class SignalAfter(Record):
 
 
 def evaluated_runs(folder: str) -> list[Record]:
-    """Evaluating after every step: a whole run, one that a signal stops in its second evaluation, and the rest."""
+    """Runs with an evaluation per step: a whole run, one that a signal stops in evaluation 2, and its continuation."""
     every_step = "--eval-interval 1 --train-iters 5 --exit-signal-handler"
     saved = f"{every_step} --save {folder} --load {folder}"
     return [
@@ -102,7 +102,7 @@ def evaluated_runs(folder: str) -> list[Record]:
 
 
 def several_runs(folder: str) -> list[Record]:
-    """In one process: a model of one's own, GPT twice, then the saved GPT evaluated without training."""
+    """Runs, in one process, a custom model, GPT twice, and an evaluation of the saved GPT without training."""
     save = f"--save {folder} --load {folder}"
     return [
         run("", own_model=True),
@@ -118,12 +118,12 @@ def test_runs_in_one_process_leave_nothing_behind(tmp_path: Path) -> None:
         assert own.losses[0] > own.losses[-1] and len(own.evaluated) == 2
         assert first.losses == second.losses and first.evaluated == second.evaluated
         assert evaluated.losses == []
-        # The test split starts anew at each evaluation, so the saved weights must give the very same loss.
+        # The test split restarts at each evaluation, so the saved weights must give the identical loss.
         assert evaluated.evaluated[-1] == second.evaluated[-1]
 
 
 def verdicts_of_starts(flags: str) -> list[str]:
-    """Returns the verdicts of starts on machines with more, a little more, and less memory than is persistent."""
+    """Returns the memory verdicts of starts on machines with ample, barely enough, and too little memory."""
     record = HeldBytes()
     first = io.StringIO()
     with redirect_stdout(first):
@@ -140,7 +140,7 @@ def verdicts_of_starts(flags: str) -> list[str]:
 
 
 class HeldBytes(Record):
-    """Keeps what the fullest rank holds."""
+    """Records the persistent bytes of the fullest rank."""
 
     bytes = 0
 
@@ -167,7 +167,7 @@ def test_the_start_says_whether_what_stays_fits(flags: str) -> None:
 def test_a_signal_costs_no_evaluation(tmp_path: Path) -> None:
     for whole, stopped, rest in run_on_ranks(evaluated_runs, 2, str(tmp_path), backend=None):
         assert (len(stopped.losses), len(rest.losses)) == (2, 3)
-        # The evaluation that was broken off is the rest's first.
+        # The continuation begins with the interrupted evaluation.
         assert len(stopped.evaluated) == 1
         assert stopped.evaluated + rest.evaluated == whole.evaluated
 

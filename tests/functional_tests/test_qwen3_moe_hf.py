@@ -1,4 +1,4 @@
-"""examples/qwen3_moe_hf.py: the module of transformers under the wrapper, the sharded optimizers and the stash."""
+"""examples/qwen3_moe_hf.py trains a transformers module with the wrapper, the sharded optimizers and the stash."""
 
 import re
 from collections.abc import Sequence
@@ -19,21 +19,21 @@ STEP = re.compile(r"^step \d+: (loss \S+ grad norm \S+) \|.*?(?:pages: device (\
 
 
 def run_all(argvs: Sequence[Sequence[str]]) -> None:
-    """Several runs one after the other, in the process group that the harness made."""
+    """Runs the example several times in the process group that the harness created."""
     for argv in argvs:
         qwen3_moe_hf.main(argv)
         print("run ends", flush=True)
 
 
 def printed(ranks: int, *argvs: Sequence[str]) -> list[str]:
-    """What rank 0 wrote in each run; other ranks write nothing."""
+    """Returns the output of rank 0 in each run, and asserts that other ranks print no steps."""
     outcomes = launch_on_ranks(run_all, ranks, [[*SMALL, *argv] for argv in argvs], timeout=240)
     assert [one.exit_code for one in outcomes] == [0] * ranks, [one.stderr for one in outcomes]
     assert all("step" not in one.stdout for one in outcomes[1:])
     return outcomes[0].stdout.split("run ends\n")[: len(argvs)]
 
 
-# Three ranks have every optimizer.
+# Three ranks train with every optimizer.
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "ranks, optimizers", [(1, ["fused_adam"]), soak_only(1, OPTIMIZERS), soak_only(2, OPTIMIZERS), (3, OPTIMIZERS)]

@@ -1,4 +1,4 @@
-"""Runs whose ranks, or launchers, are killed end with the losses of a run that nobody disturbed."""
+"""Runs whose ranks or launchers are killed end with the losses of an undisturbed run."""
 
 import json
 import random
@@ -36,10 +36,10 @@ PROGRAM = f"{doomed_program.__name__}:main"
 
 
 def _attempt(flags: Flags, restarts: int, folder: Path, *, faults: dict[str, list], ranks: int = RANKS) -> Run:
-    """As torchrun starts the ranks of a restart."""
+    """Starts the ranks as torchrun does after this number of restarts."""
     env = {"FAULTS": json.dumps(faults), "TORCHELASTIC_RESTART_COUNT": str(restarts)}
     stops = any("SIGSTOP" in fault for attempt, fault in faults.items() if attempt == attempt_name(restarts=restarts))
-    # A stopped rank ends for nobody; the others have ended when the harness learns of the first.
+    # A stopped rank never ends by itself. The others end almost simultaneously, so a short grace period is enough.
     grace = 1 if stops else 20
     return run_program(command_line(flags), ranks, folder=folder, program=PROGRAM, env=env, grace=grace)
 
@@ -49,7 +49,7 @@ Undisturbed = Callable[..., Run]
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
-    """Runs flags without a fault; tests with the same flags share the run."""
+    """Returns a function that runs flags without a fault. Tests with the same flags share the run."""
 
     @cache
     def run(words: str, ranks: int) -> Run:
@@ -65,7 +65,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
 @pytest.mark.parametrize("seed", range(long_count(1, soak=16)))
 def test_killed_and_hanging_ranks_change_no_loss(seed: int, tmp_path: Path, undisturbed: Undisturbed) -> None:
     draw = random.Random(seed)
-    # A kill before the first checkpoint lets the run start from scratch once more.
+    # After a kill before the first checkpoint, the run starts from scratch.
     steps = sorted(draw.sample(range(2, STEPS - 2), 3))
     kinds = draw.sample(["SIGKILL", "SIGKILL in a save", "SIGSTOP"], 3)
     faults = {
@@ -87,10 +87,10 @@ def test_killed_and_hanging_ranks_change_no_loss(seed: int, tmp_path: Path, undi
 
 
 def _fault(kind: str, step: int, *, draw: random.Random) -> list[Any]:
-    """Draws a fault of an attempt on any rank: in the step's backward, or in one of the writes of a later save."""
+    """Draws a fault on a random rank, in the backward pass of the step or in a file operation of a later save."""
     rank = draw.randrange(RANKS)
     if kind == "SIGKILL in a save":
-        # Rank 0 also writes what is there once; whichever write it is, a save that follows has it.
+        # Rank 0 also writes the files that exist once per checkpoint. The operations of later saves are counted, too.
         return [rank, step, "SIGKILL", f"{IN_A_SAVE}{draw.randint(1, 60 if rank == 0 else 20)}"]
     return [rank, step, kind, "self"]
 
@@ -99,7 +99,7 @@ def _fault(kind: str, step: int, *, draw: random.Random) -> list[Any]:
 def test_a_restart_with_fewer_ranks_keeps_the_global_batch_and_the_order_of_data(
     tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    # No size is given: by default it follows the number of ranks.
+    # --global-batch-size is not given, and its default depends on the number of ranks.
     flags = {**FLAGS, "hidden-dropout": 0.0, "global-batch-size": None, "micro-batch-size": 2, "train-iters": 6}
     saved = tmp_path / "saved"
     first = _attempt({**flags, "save": saved}, 0, tmp_path, faults={attempt_name(): [1, 4, "SIGKILL", "self"]})
@@ -121,7 +121,7 @@ def test_a_finetuning_run_restarts_from_its_own_checkpoints(tmp_path: Path) -> N
     flags |= {"load": tmp_path / "base", "finetune": True, "lr": 0.001, "override-opt-param-scheduler": True}
     faults = {attempt_name(restarts=attempt): [0, step, "SIGKILL", "self"] for attempt, step in enumerate((2, 4))}
     tuned = {**flags, "save": tmp_path / "tuned"}
-    # Killed before its first checkpoint, and after it.
+    # The run is killed before its first checkpoint, and after it.
     for attempt, begins in enumerate(
         ("training starts at iteration 0", "training starts at iteration 0", "continuing")
     ):
@@ -136,9 +136,9 @@ def test_a_finetuning_run_restarts_from_its_own_checkpoints(tmp_path: Path) -> N
 def test_a_sigterm_to_one_rank_saves_and_ends_all_in_order(
     when: str | int, tmp_path: Path, undisturbed: Undisturbed
 ) -> None:
-    # More batches than the test waits for, which come one signal each.
+    # An evaluation has several batches, each of which sends the signal.
     flags = {**FLAGS, "train-iters": 6, "save-interval": None, "eval-interval": 2, "eval-iters": 3}
-    # The save of step 3 may still be under way.
+    # The save of step 3 may still be in progress.
     saving = {"save-interval": 3, "async-save": True} if when == 3 else {}
     saved, faults = tmp_path / "saved", {attempt_name(): [1, when, "SIGTERM", "self"]}
     stoppable = {**flags, **saving, "save": saved, "exit-signal-handler": True}
@@ -156,7 +156,7 @@ def test_a_sigterm_to_one_rank_saves_and_ends_all_in_order(
 
 @pytest.mark.slow
 def test_a_store_that_hangs_with_its_rank_lets_the_others_end(tmp_path: Path) -> None:
-    # Without torchrun rank 0 has it.
+    # Without torchrun, rank 0 hosts the store.
     flags = {**FLAGS, "train-iters": 3, "save-interval": None}
     run = _attempt(flags, 0, tmp_path, faults={attempt_name(): [0, 2, "SIGSTOP", "self"]})
     assert run.exit_codes == [1] * RANKS, run.written()
@@ -166,7 +166,7 @@ def test_a_store_that_hangs_with_its_rank_lets_the_others_end(tmp_path: Path) ->
 
 @pytest.mark.slow
 def test_the_supervisor_survives_its_launcher_and_ends_what_that_left(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    # The agent of the first start is killed, then, in the second, the rank; torchrun restarts that one by itself.
+    # In the first start, the agent is killed. In the second, the rank is killed, and torchrun itself restarts it.
     faults = {
         attempt_name(): [0, 4, "SIGKILL", "agent"],
         attempt_name(starts=1): [0, 7, "SIGKILL", "self"],
@@ -175,7 +175,7 @@ def test_the_supervisor_survives_its_launcher_and_ends_what_that_left(tmp_path: 
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "1", "--max-restarts", "1"]
     command += ["--monitor-interval", "0.1", "--master-addr", "127.0.0.1", "--master-port", str(free_port())]
     command += [str(ROOT / "tests/functional_tests/doomed_program.py"), *command_line({**FLAGS, "save": saved})]
-    # A stranger with a mark of its own, and one without.
+    # Two unrelated processes: one with the mark of a different supervised run, and one without a mark.
     strangers = [
         subprocess.Popen(["sleep", "600"], env={"SUPERVISED_RUN": "another"}),
         subprocess.Popen(["sleep", "600"]),
@@ -206,7 +206,7 @@ def test_the_supervisor_survives_its_launcher_and_ends_what_that_left(tmp_path: 
     assert re.search(r"ending processes of an earlier start: \d+", written), written
     assert len(re.findall(r"\] start \d:", written)) == 2, written
     assert_same_steps(Run([], read_log(tmp_path)), undisturbed(FLAGS, ranks=1))
-    # Nothing is left that a later supervisor would take for its own.
+    # No state file is left that would make a later supervisor end processes of this run.
     assert not list(saved.glob("supervisor.*.json"))
 
 

@@ -1,4 +1,4 @@
-"""The runner of functional cases, on a stand-in program: what it reads, runs and compares."""
+"""The runner of functional cases reads, runs and compares cases of a stand-in program as specified."""
 
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ BASES = {"small": {"train-iters": 3, "lr": 1.0}, "fast": {"lr": 2.0}}
 
 
 def check(tmp_path: Path, text: str) -> None:
-    """Reads one case from YAML and runs it on the stand-in."""
+    """Reads one case from YAML and runs it with the stand-in program."""
     path = tmp_path / "cases.yaml"
     path.write_text(text)
     (case,) = read_cases(path, BASES, set(EXPECTATIONS))

@@ -1,4 +1,4 @@
-"""A run under torchrun that gets a signal, and goes on later as if nothing had happened."""
+"""Runs under torchrun that a signal ends continue later with identical results, and leave no process behind."""
 
 import json
 from pathlib import Path
@@ -13,14 +13,14 @@ from tests.functional_tests.expectations import assert_same_checkpoint, assert_s
 from tests.functional_tests.launch import left_of, read_log, run_program, torchrun
 
 STEPS, RANKS = 6, 2
-# Data workers, and a save in the background whenever the run ends.
+# Data workers, and a background save that is in progress whenever the run ends.
 BUSY: Flags = {"num-workers": 2, "async-save": True, "save-interval": 1, "eval-iters": 0}
 SCRIPT = str(Path(doomed_program.__file__))
-# As a cluster ends a job, by a signal to the launcher, which passes it on.
-# In `make test`, test_clusters.py::test_a_real_job_ends_in_a_step_and_goes_on_bit_for_bit does so on two nodes.
+# A cluster ends a job by a signal to the launcher, which forwards it to the ranks. In `make test`,
+# test_clusters.py::test_a_real_job_ends_in_a_step_and_goes_on_bit_for_bit covers this on two nodes.
 TERMINATED = [1, 4, "SIGTERM", "agent"], {"exit-signal-handler": True}
 # The launcher ends the other rank. In `make test`, test_restarts.py::test_killed_and_hanging_ranks_change_no_loss kills
-# ranks of runs that the test starts again.
+# ranks and restarts the runs itself.
 KILLED = [1, 4, "SIGKILL", "self"], {"save-interval": 2}
 
 
@@ -65,8 +65,8 @@ def test_a_signalled_run_goes_on_bit_for_bit(base: str, fault: list, flags: Flag
     assert_same_checkpoint(saved / last, tmp_path / "whole/saved" / last)
 
 
-# test_torchrun_names_the_rank_and_leaves_no_process and the test above have ends by an error and by a signal, and ranks
-# of run_program, which looks for processes that outlive them, every other end.
+# Soak only. test_torchrun_names_the_rank_and_leaves_no_process and the test above cover errors and signals, and every
+# call of run_program, which looks for processes that outlive the ranks, covers the other ends.
 @pytest.mark.parametrize(
     ("fault", "flags", "code"),
     [

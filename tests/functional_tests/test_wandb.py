@@ -1,4 +1,4 @@
-"""A run of several processes logs to Weights & Biases once, and its restart continues there."""
+"""A run with several processes logs one Weights & Biases run, which its restart continues."""
 
 from pathlib import Path
 
@@ -24,10 +24,10 @@ def test_the_last_rank_logs_what_tensorboard_gets_and_a_resumed_run_continues(tm
     assert (list(first.points), list(continued.points)) == ([1, 2, 3], [4, 5, 6])
     points = first.points | continued.points
     events = EventAccumulator(str(folder)).Reload()
-    # Times are those of the rank that logs.
+    # Each rank that logs reports its own times.
     times = {"iteration-time", "tokens-per-second"}
     for tag in events.Tags()["scalars"]:
-        # An evaluation at the end of a start follows one at the same step.
+        # The final evaluation of a start may follow a regular one at the same step. The later value counts.
         found = {event.step: event.value for event in events.Scalars(tag)}
         assert found.keys() == {step for step, values in points.items() if tag in values}, tag
         if tag not in times:

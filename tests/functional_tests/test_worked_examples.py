@@ -1,4 +1,4 @@
-"""The commands of docs/example_*.md and of the path through docs/ run, in a small size, and print what pages show."""
+"""The commands of docs/example_*.md and of the path through docs/ run at a small size and print the shown output."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from tests.megatron_core.settings import STEPS
 
 DOCS = ROOT / "docs"
 FIXTURES = ROOT / "tests" / "megatron_core" / "fixtures"
-# Win over the flags of a page: the model for GPUs becomes a tiny one on two processes.
+# Override the flags of a page, so that its model for GPUs becomes a tiny one on two processes.
 TINY = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --num-query-groups 2 --moe-ffn-hidden-size 32
     --num-experts 8 --moe-router-topk 2 --seq-length 32 --max-position-embeddings 32 --vocab-size 256
@@ -33,14 +33,14 @@ def page(name: str) -> str:
 
 
 def blocks(name: str, language: str) -> list[str]:
-    """The code blocks of a page in a language; "" has those without one, which show output."""
+    """Returns the code blocks of a page in a language. "" selects blocks without a language, which show output."""
     every = re.findall(r"^```(\w*)\n(.*?)^```$", page(name), re.MULTILINE | re.DOTALL)
     return [block for found, block in every if found == language]
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """A folder with links to the clone's files, so that what commands write stays in the test's folder."""
+    """Creates a folder with links to the clone's files, so that commands write only into the test's folder."""
     for entry in ROOT.iterdir():
         if entry.name not in (".git", "runs", "data", "build", "dist", "site"):
             (tmp_path / entry.name).symlink_to(entry)
@@ -48,7 +48,7 @@ def clone(tmp_path: Path) -> Path:
 
 
 def shell(clone: Path, *scripts: str) -> str:
-    """Runs scripts with the programs of this environment; returns what they printed."""
+    """Runs shell scripts with the programs of this environment, and returns their output."""
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "HF_HOME": str(clone / "hub")}
     words = ["bash", "-euo", "pipefail", "-c", "\n".join(scripts)]
@@ -59,12 +59,12 @@ def shell(clone: Path, *scripts: str) -> str:
 
 
 def without_numbers(text: str) -> list[str]:
-    """Lines with # for each number or time, and one space for several."""
+    """Returns the lines with # in place of each number or time, and with repeated spaces collapsed."""
     return [" ".join(re.sub(r"\d[\d.,:E+-]*", "#", line).split()) for line in text.splitlines() if line.strip()]
 
 
 def shown(name: str, start: str) -> list[str]:
-    """The lines of a page's output block that has a line with `start`."""
+    """Returns the lines of the page's output block that contains `start`."""
     (block,) = [block for block in blocks(name, "") if start in block]
     return block.splitlines()
 
@@ -95,7 +95,7 @@ def test_a_megatron_checkpoint_computes_the_same_in_transformers(clone: Path, mo
     names: dict[str, Any] = {}
     exec(code, names)
     assert capsys.readouterr().out.splitlines()[-1:] == shown("megatron_to_hugging_face", "MixtralForCausalLM torch")
-    # The loss that Megatron-Core logged in the step after the checkpoint, on its batch.
+    # Compared with the loss that Megatron-Core logged on the same batch, in the step after the checkpoint.
     tokens = torch.from_numpy(numpy.load(FIXTURES / "batches.npz")["tokens"][STEPS].astype(numpy.int64))
     with torch.no_grad():
         logits = names["model"](tokens[:, :-1]).logits
@@ -115,12 +115,12 @@ def test_attempts_without_a_cluster_print_what_the_page_shows(clone: Path) -> No
 
 @pytest.mark.slow
 def test_commands_of_the_path_run_one_after_another(clone: Path) -> None:
-    """Training on own text, then saving, resuming in another layout, conversion and generation."""
+    """Trains on a text, saves, resumes in a different layout, converts the checkpoint and generates text."""
     scripts = ["mkdir -p runs/moe"]
     for name in ("train_a_moe", "save_and_convert"):
         text = (DOCS / f"{name}.md").read_text(encoding="utf-8")
         found = re.findall(r"^```\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-        # examples/resume.sh has its own test.
+        # examples/resume.sh is tested separately.
         scripts += [block for block in found if ".venv/bin/activate" not in block and "examples/" not in block]
     assert len(scripts) == 11
     script = "\n".join(scripts)
@@ -139,10 +139,10 @@ def test_commands_of_the_path_run_one_after_another(clone: Path) -> None:
     assert (clone / "runs" / "from_hub").is_dir()
 
 
-# Commands that need GPUs: by page, the layouts of its tables as flags, GiB and time of a step.
+# Commands that need GPUs are only planned. LAYOUTS: flags, GiB and step time of each row of the page's table.
 LAYOUTS = re.findall(r"^\| [^|]+ \| `(.*)` \| ([\d.]+) of 79.6 GiB \| ([\d.]+ s) \|$", page("64_experts"), re.MULTILINE)
 STASH = "--moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 1.09".split()
-# One change in the command of the page about Qwen3, by the row of its table: flags that are removed.
+# Flags to remove from the command of the Qwen3 page, by the row of its table.
 CHANGES = {
     "none": [],
     "fp32 moments": "--use-precision-aware-optimizer --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16".split(),
@@ -153,13 +153,13 @@ CHANGES = {
 
 
 def dry_run(flags: str, capsys: pytest.CaptureFixture[str]) -> list[str]:
-    """Lines of a plan; flags: of pretrain_gpt.py."""
+    """Returns the lines of a memory plan. flags: arguments of pretrain_gpt.py."""
     pretrain_gpt.main(flags.split())
     return capsys.readouterr().out.splitlines()
 
 
 def commands(name: str, program: str) -> list[str]:
-    """Arguments of each command of a page for that program."""
+    """Returns the arguments of each command of a page that runs `program`."""
     lines = "\n".join(blocks(name, "bash")).replace("\\\n", " ").splitlines()
     found = (" ".join(line.split()).partition(f"{program} ") for line in lines)
     return [flags for _, program, flags in found if program]
@@ -185,7 +185,7 @@ def test_64_experts_are_planned_as_the_page_tells(number: int, capsys, monkeypat
 
 @pytest.mark.slow
 def test_a_layout_of_64_experts_is_in_the_table_of_the_search(capsys, monkeypatch) -> None:
-    """The whole search takes half a minute; with the sizes of a line it finds that line."""
+    """Searches with the sizes of one table line fixed, since the whole search takes half a minute."""
     monkeypatch.chdir(ROOT)
     (flags,) = commands("64_experts", "tools/plan_layout.py")
     fixed = "--pipeline-model-parallel-size 1 --expert-model-parallel-size 8 --micro-batch-size 1 --top 1"
@@ -218,7 +218,7 @@ def test_qwen3_without_flags_does_not_fit_by_as_much_as_the_page_tells(capsys) -
 @pytest.mark.parametrize("steps", [2, soak_only(None)])
 @pytest.mark.parametrize("name", ["64_experts", "qwen3_30b"])
 def test_the_stash_is_planned_as_the_page_tells(name: str, steps: int | None, capsys, monkeypatch) -> None:
-    """A few steps show that the flags are accepted, all of them that the factors are those of the page."""
+    """Checks with a few steps that the flags are accepted, and with all steps that the factors match the page."""
     monkeypatch.chdir(ROOT)
     (flags,) = commands(name, "tools/plan_stash.py")
     assert plan_stash.main([*flags.split(), *([] if steps is None else ["--plan-steps", str(steps)])]) == 0
@@ -232,7 +232,7 @@ def test_the_stash_is_planned_as_the_page_tells(name: str, steps: int | None, ca
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["64_experts", "qwen3_30b"])
 def test_a_launch_trains_in_a_small_size(name: str, tmp_path: Path) -> None:
-    """On two processes, with made-up data and without the checkpoint that is loaded."""
+    """Trains on two processes with made-up data, and without loading the page's checkpoint."""
     words = commands(name, "pretrain_gpt.py")[-1].replace("examples/", f"{ROOT}/examples/").split()
     given = {"--load": None, "--save": str(tmp_path / "saved"), "--data-path": None, "--split": None}
     given |= {"--tokenizer-type": None, "--tokenizer-model": None, "--lr-warmup-iters": None}

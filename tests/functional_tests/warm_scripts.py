@@ -1,6 +1,6 @@
-"""Runs shell scripts whose $PYTHON is a client of this process: what they start runs on warm ranks. Holds no tests.
+"""Runs shell scripts whose $PYTHON is a client of this process, so that their programs run on warm ranks. No tests.
 
-A script costs then what its programs compute, not what they import; it is the script that users run, word for word.
+The scripts are exactly those that users run, but their programs do not spend time on imports.
 """
 
 import importlib
@@ -20,7 +20,7 @@ from torch.distributed.run import get_args_parser
 from tests.functional_tests.launch import ROOT
 from tests.harness import launch_on_ranks
 
-# Without site and the user's settings, which it needs none of: it starts in a few milliseconds.
+# -SE skips site and the user's settings, which the client does not need, so it starts in a few milliseconds.
 _CLIENT = """#!{python} -SE
 import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as link:
@@ -36,7 +36,7 @@ _TORCHRUN = ["-m", "torch.distributed.run"]
 
 @dataclass(frozen=True)
 class Launch:
-    """A program that a script started by torchrun: torchrun's words, and the program's."""
+    """A program that a script started with torchrun. torchrun: arguments of torchrun. argv: the program's arguments."""
 
     torchrun: list[str]
     argv: list[str]
@@ -45,7 +45,7 @@ class Launch:
 
 @dataclass
 class Finished:
-    """A script that has ended."""
+    """Results of a script that has ended."""
 
     exit_code: int = 0
     stdout: str = ""
@@ -58,7 +58,7 @@ def run_script(
 ) -> Finished:
     """Runs `command` in the repository's folder with PYTHON as described above.
 
-    launching: False: what is started by torchrun is not run but only told in `launches`, as for other machines.
+    launching: if False, programs under torchrun are not run but only recorded in `launches`, as for other machines.
     """
     finished = Finished()
     with tempfile.TemporaryDirectory(prefix="script-") as name, socket.socket(socket.AF_UNIX) as listener:
@@ -84,7 +84,7 @@ def run_script(
 
 
 def _answer(listener: socket.socket, finished: Finished, *, launching: bool, timeout: float) -> None:
-    """Runs what a client was called with, and tells it what came of that."""
+    """Runs the command that a client was called with, and sends the client its exit code and output."""
     link, _ = listener.accept()
     with link:
         words, folder, environment = json.loads(link.makefile().readline())
@@ -103,14 +103,14 @@ def _answer(listener: socket.socket, finished: Finished, *, launching: bool, tim
 
 
 def _main(words: list[str], folder: str) -> int:
-    """Calls the main function of a program, as its file would if it were run."""
+    """Calls the main function of a program, as running its file would."""
     os.chdir(folder)
     module = ".".join(Path(words[0]).resolve().relative_to(ROOT).with_suffix("").parts)
     return int(vars(importlib.import_module(module))["main"](words[1:]) or 0)
 
 
 def _execute(words: list[str], folder: str) -> int:
-    """Runs the code after -c."""
+    """Executes the code after -c."""
     os.chdir(folder)
     exec(words[1], {"__name__": "__main__"})
     return 0
