@@ -185,7 +185,7 @@ class Job:
                 os.kill(process, signal.SIGTERM)
 
     def fail_node(self, node: int) -> bool:
-        """Kills a node's task and the job, as slurmctld does for a lost node. Returns whether Slurm requeues the job."""
+        """Kills a node's task and the job, as slurmctld does for a lost node. Returns whether Slurm requeues it."""
         os.killpg(self.tasks()[node], signal.SIGKILL)
         kill_all(self.mark)
         self.wait()

@@ -18,7 +18,7 @@ from tests.functional_tests.launch import PROGRAM, Run, run_program
 
 @dataclass
 class Runner:
-    """Runs a case and its variants in `folder`. In flag values, {tmp} means `folder`, and {tests} this file's folder."""
+    """Runs a case and its variants in `folder`. In flags, {tmp} stands for `folder`, {tests} for this file's folder."""
 
     case: Case
     folder: Path

@@ -1,4 +1,4 @@
-"""Fuzzing by hand: `python -m tests.fuzz KIND --count N [--seed S]`, or `--reproduce BLOB` for one reported failure."""
+"""Runs a fuzzer: `python -m tests.fuzz KIND --count N [--seed S]`, or `--reproduce BLOB` for one reported failure."""
 
 import argparse
 import sys
@@ -9,7 +9,7 @@ from tests.fuzz.kinds import KINDS
 
 
 def main() -> int:
-    """Prints the verdicts, and each failure with its input, traceback and blob; returns 1 if there is a failure."""
+    """Prints the verdicts, and each failure with its input, traceback and blob. Returns 1 if there is a failure."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("kind", choices=list(KINDS))
     parser.add_argument("--count", type=int, default=1000, help="number of examples (1000)")

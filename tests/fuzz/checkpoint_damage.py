@@ -1,4 +1,4 @@
-"""Damage to the files of a checkpoint, and contents that no save writes with valid checksums. Reads nothing."""
+"""Damages the files of a checkpoint, or replaces contents and updates the checksums. Does not load checkpoints."""
 
 import json
 import os
@@ -17,12 +17,12 @@ from megatron.core.dist_checkpointing.manifest import MANIFEST_FILE
 from megatron.training.checkpointing.folder import TRACKER_FILE
 from tests.fuzz.values import ODD_INTS, ODD_WORDS, Choices, mutate_json
 
-# The checkpoint that is damaged.
+# The checkpoint to damage.
 LATEST = "iter_0000002"
 
 
 class Harm:
-    """The code that a malicious pickle runs when it is read."""
+    """An object whose pickle runs code when it is loaded: creates the folder `harm`."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("harm",)
@@ -30,10 +30,10 @@ class Harm:
 
 @dataclass
 class Damaged:
-    """A --save folder with some damage, and the methods that add more.
+    """A description of the damage to a --save folder, and the action that reads it.
 
-    is_content_changed: tensor bytes may have changed under valid checksums. is_plain: files have changed and checksums
-    have not.
+    is_content_changed: whether tensor bytes may have changed under valid checksums. is_plain: whether files have
+    changed but checksums have not, so that verification must find the damage.
     """
 
     kind: str
@@ -48,7 +48,7 @@ Damage = Callable[[Choices, Path, Damaged], str]
 
 
 def _bytes(choices: Choices, saved: Path, case: Damaged) -> str:
-    # Also files of the previous checkpoint, in which case the later one is loaded.
+    # May also damage the previous checkpoint, in which case the later one is loaded.
     files = sorted(path for path in saved.glob("*/*") if path.is_file() and path.stat().st_size)
     path = choices.one(files)
     content = path.read_bytes()
@@ -63,14 +63,14 @@ def _bytes(choices: Choices, saved: Path, case: Damaged) -> str:
             path.write_bytes(choices.one(files).read_bytes() + b" ")
         case _:
             path.write_bytes({"flip": flipped, "cut": content[:place], "longer": content + b"\0", "empty": b""}[what])
-    # Extra whitespace does not change JSON, and readers of the later checkpoint do not notice damage to the earlier.
+    # Extra whitespace does not change JSON, and readers of the later checkpoint do not notice damage to the other one.
     is_looked_at = path.parent.name == LATEST or "--ckpt-step" not in case.words
     case.is_plain = path.name != MANIFEST_FILE and is_looked_at
     return f"{what} {path.name} at {place}"
 
 
 def data_files(saved: Path) -> list[Path]:
-    """Lists the data files of the damaged checkpoint, or of the previous one if other damage has left none."""
+    """Returns the non-empty data files of both checkpoints. Files of the later one are listed twice, to favor them."""
     found = [*(saved / LATEST).glob("*.distcp"), *saved.glob("*/*.distcp")]
     return sorted(path for path in found if path.is_file() and path.stat().st_size)
 
@@ -88,7 +88,7 @@ def _pieces(choices: Choices, saved: Path, case: Damaged) -> str:
 
 
 def _hostile_pieces(choices: Choices, saved: Path, case: Damaged) -> str:
-    """Stores something other than a tensor with a valid checksum; torch reads pieces only of format version 1."""
+    """Stores a value that is not a tensor with a valid checksum. Only pieces of format version 1 are read by torch."""
     path = choices.one(data_files(saved))
     size = path.stat().st_size
     with open(path, "wb") as file:
@@ -125,7 +125,7 @@ def _common(choices: Choices, saved: Path, case: Damaged) -> str:
 def _metadata(choices: Choices, saved: Path, case: Damaged) -> str:
     path = saved / LATEST / ".metadata"
     try:
-        # Trusted: this process has just written the file, unless other damage came first.
+        # The file is trusted: this process has just written it, unless other damage came first.
         metadata = pickle.loads(path.read_bytes())
         assert metadata.state_dict_metadata and metadata.storage_data
     except (OSError, pickle.UnpicklingError, EOFError, ValueError, AttributeError, AssertionError):
@@ -177,7 +177,7 @@ def _folders(choices: Choices, saved: Path, case: Damaged) -> str:
     return f"{what} {name[:30]}"
 
 
-# Kinds with more to change are drawn more often.
+# Kinds of damage with more variants are drawn more often.
 DAMAGES: list[Damage] = [
     _bytes,
     _pieces,
@@ -194,7 +194,7 @@ DAMAGES: list[Damage] = [
 ]
 
 
-# Changes of torch's metadata: each one modifies it in place and describes itself, or returns new file contents.
+# Changes of torch's metadata. Each function changes it in place and returns a description, or returns a new file.
 
 
 def _sized(choices: Choices, metadata: Any) -> str:
@@ -282,7 +282,7 @@ def _around(choices: Choices, metadata: Any) -> str:
 
 
 def _other_pickle(choices: Choices, metadata: Any) -> tuple[str, bytes]:
-    """Returns bytes that no save writes, for the restricted unpickler."""
+    """Returns a name and bytes that no save writes, to test the restricted unpickler."""
     whole = pickle.dumps(metadata)
     place = choices.below(len(whole))
     others = {
@@ -329,14 +329,14 @@ def vouch(folder: Path) -> None:
                 entry["crc32"] = zlib.crc32(content)
             entry["bytes"] = len(content)
             for piece in entry.get("pieces") or []:
-                # Other damage may have removed all numbers.
+                # Other damage may have removed the numbers.
                 if isinstance(piece, dict) and {type(piece.get(name)) for name in ("start", "bytes")} == {int}:
                     piece["crc32"] = zlib.crc32(content[piece["start"] : piece["start"] + piece["bytes"]])
     _write_manifest(folder, value)
 
 
 def _entries(manifest: dict[str, Any]) -> list[dict[str, Any]]:
-    """Returns the manifest's entries, as far as earlier damage has left any."""
+    """Returns the manifest's entries that earlier damage has left intact."""
     files = manifest.get("files")
     entries = files.values() if isinstance(files, dict) else ()
     return [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get("pieces", []), list)]
@@ -349,7 +349,7 @@ def _write_manifest(folder: Path, value: dict[str, Any]) -> None:
 
 
 def _json(path: Path) -> Any:
-    """Returns a JSON object, an empty one if earlier damage has left none."""
+    """Returns the JSON object in a file, or a placeholder if earlier damage has left none."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""Fuzzed checkpoints: damaged ones, and ones with valid checksums over contents that no save writes."""
+"""Fuzzed checkpoints: damaged files, and contents that no save writes with valid checksums."""
 
 import shutil
 from collections.abc import Callable
@@ -38,7 +38,7 @@ _FORMAT_1 = Path(__file__).parents[1] / "unit_tests/core/dist_checkpointing/form
 
 
 class CheckpointFuzzer:
-    """Damages the later of two checkpoints of a tiny run, and passes both to everything that reads checkpoints."""
+    """Damages the checkpoints of a tiny run, and passes them to a program or tool that reads checkpoints."""
 
     def __init__(self, shared: Path) -> None:
         self._flags = {kind: {**read_bases()[kind], **_SAVING, **more} for kind, more in _KINDS.items()}
@@ -70,14 +70,14 @@ class CheckpointFuzzer:
         return verdict
 
     def load(self, case: Damaged, *, folder: Path) -> None:
-        """Windows of all tensors, as they were saved."""
+        """Loads a window of each tensor and compares it with the saved values."""
         with exit_on_user_error():
             found = find_checkpoint(str(folder / "saved"))
             if found is None:
                 # Without a tracker, nothing refers to a checkpoint that a killed save set aside.
                 assert case.kind == "format_1" and "replaced" in str(case.notes)
                 return
-            # Set aside, or copied under another name: the same tensors.
+            # A checkpoint that was set aside, or copied under a different name, contains the same tensors.
             name = found.path.name if found.iteration == 1 else LATEST
             whole = self._tensors[self._shared / case.kind / name]
             for key, tensor in whole.items():
@@ -122,7 +122,7 @@ class CheckpointFuzzer:
 
 
 _KINDS: dict[str, Flags] = {"dense": {}, "moe": {"bf16": True, "moe-ffn-hidden-size": 8}}
-# The first six accept any checkpoint, not only a training run's.
+# The first six actions accept any checkpoint, not only checkpoints of training runs.
 _ACTIONS: dict[str, Callable[..., None]] = {
     name: vars(CheckpointFuzzer)[name]
     for name in ("load", "inspect", "verify", "diff", "prune", "to_safetensors", "to_legacy", "train", "generate")
@@ -153,7 +153,7 @@ _WORDS: dict[str, list[list[str]]] = {
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """All tensors of an undamaged checkpoint."""
+    """Loads all tensors of an undamaged checkpoint."""
     tensors = {key: torch.zeros(shape, dtype=dtype) for key, (shape, dtype) in list_tensors(folder).items()}
     load_items([ShardedTensor.whole(key, tensor) for key, tensor in tensors.items()], folder)
     return tensors

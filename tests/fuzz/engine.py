@@ -1,6 +1,6 @@
-"""Runs hypothesis over one kind of fuzzed input, in processes whose memory and time are limited.
+"""Runs hypothesis on one kind of fuzzed input, in processes with limited memory and time.
 
-Nothing here knows what an input is: the modules of the kinds do, each with a `Fuzzer`.
+This module is independent of the inputs. The module of each kind defines a `Fuzzer`.
 """
 
 import os
@@ -23,33 +23,33 @@ from tests.fuzz.judging import Verdict, limit_memory, time_limit
 from tests.fuzz.values import Choices
 from tests.harness import launch_on_ranks
 
-# torch leaves some threads of each run in the process, so a process runs only so many examples.
+# Each run leaves some threads of torch in the process, so the number of examples per process is limited.
 _EXAMPLES_PER_PROCESS = 200
-# Hypothesis shrinks a failure for at most 300 s.
+# Longer than the 300 s for which hypothesis shrinks a failure.
 _PATIENCE_SECONDS = 900.0
 _FRAMES_SHOWN = 12
-# The harness sets these as a launcher does, but an example is a process without a launcher.
+# The harness sets these variables as a launcher does, but examples run as if without a launcher.
 _LAUNCHER = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 class Fuzzer(Protocol):
-    """A kind of input. `draw` builds one, in the folder of the example where it is files; `check` is its property.
+    """A kind of input. `draw` builds an input, whose files it writes to the example's folder; `check` tests it.
 
-    check gives the input to the program and raises whatever is wrong: AssertionError for a wrong result, the
-    program's own error where it crashes.
+    `check` passes the input to the program. It raises AssertionError for a wrong result, and the program's error if the
+    program crashes.
     """
 
     def draw(self, choices: Choices, folder: Path) -> Any: ...
     def check(self, case: Any, folder: Path) -> Verdict: ...
 
 
-# Builds a fuzzer inside the process that runs it; the folder is shared by the processes of one call.
+# Builds a fuzzer in the process that runs it. The processes of one call share the folder.
 FuzzerFactory = Callable[[Path], Fuzzer]
 
 
 @dataclass
 class Tally:
-    """Results of many examples. failures: reports with the shrunk input, its error and its blob."""
+    """Results of many examples. failures: reports with the shrunk input, the error and the blob."""
 
     verdicts: Counter[Verdict] = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Tally:
 
 
 class _Example:
-    """An input and its folder."""
+    """An input and its folder, with a short repr for hypothesis."""
 
     def __init__(self, case: Any, folder: Path) -> None:
         self.case, self.folder = case, folder
@@ -70,7 +70,7 @@ class _Example:
 
 
 def fuzz(factory: FuzzerFactory, *, count: int, seed: int = 0) -> Tally:
-    """Checks `count` examples, drawn by `seed` alone, and stops at a process with failures."""
+    """Checks `count` examples, which depend only on `seed`, and stops after the first process with failures."""
     tally = Tally()
     with tempfile.TemporaryDirectory(prefix="fuzz-shared-") as shared:
         for first in range(0, count, _EXAMPLES_PER_PROCESS):
@@ -84,13 +84,13 @@ def fuzz(factory: FuzzerFactory, *, count: int, seed: int = 0) -> Tally:
 
 
 def reproduce(factory: FuzzerFactory, *, blob: str) -> Tally:
-    """Checks the one example of a reported blob; raises hypothesis' DidNotReproduce if it does not fail."""
+    """Checks the example of a reported blob. Raises hypothesis' DidNotReproduce if the example does not fail."""
     with tempfile.TemporaryDirectory(prefix="fuzz-shared-") as shared:
         return _in_process(_repeat, factory, Path(shared), blob)
 
 
 def _in_process(run: Callable[..., Tally], *args: Any) -> Tally:
-    """The tally of `run`; a process that dies or hangs is a failure of the example that it was at."""
+    """Returns the tally of `run`. If the process dies or hangs, its current example counts as a failure."""
     outcome = launch_on_ranks(run, 1, *args, backend=None, timeout=_PATIENCE_SECONDS)[0]
     if outcome.value is not None:
         return outcome.value
@@ -100,7 +100,7 @@ def _in_process(run: Callable[..., Tally], *args: Any) -> Tally:
     )
 
 
-# In the process of the examples.
+# Functions that run in the process of the examples.
 
 
 def _explore(factory: FuzzerFactory, shared: Path, count: int, seed: str) -> Tally:
@@ -123,7 +123,7 @@ def _run(factory: FuzzerFactory, shared: Path, decorate: Callable[[Any], Any], *
         @_settings(count)
         @given(_examples(fuzzer, Path(folder)))
         def every_input_is_used_right_or_refused(example: _Example) -> None:
-            # Read by the parent if this process dies.
+            # The parent reads this line if the process dies.
             os.write(2, f"example: {example.case}\n".encode(errors="replace"))
             try:
                 with time_limit():
@@ -143,7 +143,7 @@ def _run(factory: FuzzerFactory, shared: Path, decorate: Callable[[Any], Any], *
 
 
 def _settings(count: int) -> settings:
-    """Settings that do not depend on the environment: under CI=true the default profile of hypothesis is another."""
+    """Returns settings that do not depend on the environment, since hypothesis has a different profile with CI=true."""
     return settings(
         max_examples=count,
         deadline=None,
@@ -164,7 +164,7 @@ def _examples(draw: DrawFn, fuzzer: Fuzzer, parent: Path) -> _Example:
 
 
 class _Attempt:
-    """Keeps the error of the body, whichever it is."""
+    """Context manager that stores any error of its body, and suppresses all errors except KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.error: BaseException | None = None
@@ -177,10 +177,10 @@ class _Attempt:
 
 
 def _reports(error: BaseException) -> list[str]:
-    """One report for each distinct failure that hypothesis found."""
+    """Returns one report for each distinct failure that hypothesis found."""
     if isinstance(error, BaseExceptionGroup):
         return [report for one in error.exceptions for report in _reports(one)]
-    # The last frames only: an endless recursion has a thousand.
+    # Only the last frames, since an endless recursion has a thousand.
     text = "".join(traceback.format_exception(error, limit=-_FRAMES_SHOWN))
     blob = re.search(r"@reproduce_failure\('[^']*', b'([^']*)'\)", text)
     return [f"{text}--reproduce {blob[1]}" if blob else text]

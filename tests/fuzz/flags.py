@@ -1,4 +1,4 @@
-"""Fuzzed command lines: a run of one process ends well or in one line; a rank of a larger layout builds its model."""
+"""Fuzzed command lines. With one process, they train; with more, one rank of the layout builds its model."""
 
 import contextlib
 import io
@@ -24,9 +24,9 @@ from tests.functional_tests.expectations import EXPECTATIONS
 from tests.fuzz.judging import Verdict, judged
 from tests.fuzz.values import NO_NUMBERS, ODD_FLOATS, ODD_INTS, ODD_WORDS, Choices
 
-# What ends a run soon, and keeps what it writes in its folder.
+# Flags that end a run soon.
 SHORT: Flags = {"train-iters": 2, "lr-warmup-iters": 1, "eval-iters": 1, "exit-interval": 2, "num-workers": 0}
-# Flags whose plausible values are no small numbers and no choices.
+# Flags whose plausible values are neither small numbers nor choices.
 WORDS: dict[str, list[str]] = {
     "moe_layer_freq": ["1", "2", "[1,0]", "[0]+[1]", "([1]*1+[0])", "[1]*9999999999", "[2]", "(" * 500, "[1"],
     "window_size": ["4,0", "(8,0)", "-1,0", "1,1", "0,0", "99,0", "4"],
@@ -42,7 +42,7 @@ WORDS: dict[str, list[str]] = {
 }
 PATHS = ["load", "save", "tensorboard_dir", "data_cache_path", "record_routing", "memory_snapshot_path", "config"]
 PATHS += ["tokenizer_model", "vocab_file", "merge_file", "data_args_path", "data_path", "train_data_path"]
-# A run with these takes as long as they say, or reads what is not there to be read.
+# The largest values to draw for flags that would otherwise make a run slow.
 _BOUNDED = {"num_workers": 1, "eval_iters": 3, "exit_duration_in_mins": 2}
 _LAYOUT = ["tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"]
 _LAYOUT += ["expert_model_parallel_size", "expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank"]
@@ -51,7 +51,7 @@ _LAYOUT += ["num_distributed_optimizer_instances", "decoder_first_pipeline_num_l
 
 @dataclass(frozen=True)
 class CommandLine:
-    """A command line, and the number of processes it is meant for. rank: the one that is built if there are several."""
+    """A command line and its number of processes. rank: the rank whose model is built if there are several."""
 
     argv: list[str]
     world_size: int
@@ -62,9 +62,9 @@ class CommandLine:
 
 
 class FlagFuzzer:
-    """Tiny models with the flags of some functional cases and a few drawn ones, as far as they are valid together.
+    """Draws command lines of tiny models, with flags of functional cases and random flags that are valid together.
 
-    Now and then one that is not: a contradiction, or a hostile value.
+    Some command lines are invalid: they contain a contradiction or a hostile value.
     """
 
     def __init__(self, _shared: Path) -> None:
@@ -86,7 +86,7 @@ class FlagFuzzer:
             tweaks += [self._drawn(choices, folder=folder, among=_LAYOUT) for _ in range(choices.integer(1, 4))]
         for words in choices.shuffled(tweaks):
             tweaked = replace(case, argv=[*case.argv, *words])
-            # Most command lines that validation refuses are left out, to reach the rest of the program.
+            # Most changes that validation rejects are dropped, so that the examples reach the rest of the program.
             if choices.chance(0.1) or not _is_refused(tweaked):
                 case = tweaked
         if choices.chance(0.3):
@@ -100,7 +100,7 @@ class FlagFuzzer:
         return [name for name, flag in self._flags.items() if flag.state is FlagState.WORKS]
 
     def _of_case(self, choices: Choices, base: Flags, *, folder: Path) -> list[str]:
-        """The flags in which a functional case differs from its own base, or some of them."""
+        """Returns the flags, or some of the flags, in which a functional case differs from a base."""
         flags = choices.one(self._cases)
         different = {name: value for name, value in flags.items() if value is not None and base.get(name) != value}
         if choices.chance(0.3):
@@ -117,7 +117,7 @@ class FlagFuzzer:
         count = flag.nargs if isinstance(flag.nargs, int) else choices.integer(1, 3) if flag.takes_list else 1
         count = choices.integer(0, 4) if hostile and choices.chance(0.2) else count
         values = [as_drawn(choices, flag, folder=folder, hostile=hostile) for _ in range(count)]
-        # argv holds no NUL; words with a dash in front would be flags.
+        # With `=`, a value may begin with a dash.
         return [f"{flag.flags[0]}={values[0]}"] if count == 1 else [flag.flags[0], *values]
 
     def check(self, case: CommandLine, folder: Path) -> Verdict:
@@ -126,12 +126,12 @@ class FlagFuzzer:
 
 
 def as_drawn(choices: Choices, flag: Flag, *, folder: Path = Path("."), hostile: bool = False) -> str:
-    """A word for a flag: one that it may have, mostly; hostile: mostly one that nobody meant."""
+    """Draws a value for a flag, usually a plausible one. hostile: usually an invalid or extreme value instead."""
     if flag.dest in _BOUNDED:
         return str(choices.one([-1, *range(_BOUNDED[flag.dest] + 1)]))
     if hostile and choices.chance(0.8):
         kinds = {"int": [*map(str, ODD_INTS), *NO_NUMBERS], "float": [*ODD_FLOATS, *map(str, ODD_INTS)]}
-        # argv holds no NUL.
+        # argv cannot contain NUL.
         return str(choices.one(kinds.get(flag.type_name, ODD_WORDS))).replace("\x00", "")
     if flag.dest in PATHS:
         return str(folder / choices.one(["a", "b/c", "a", "a.b"]))

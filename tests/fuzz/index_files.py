@@ -1,4 +1,4 @@
-"""Fuzzed .bin/.idx pairs and index caches: read as the pointers say, inside the .bin; or refused by name."""
+"""Fuzzed .bin/.idx pairs and index caches: they are read exactly as their fields specify, or rejected by name."""
 
 import json
 import struct
@@ -17,7 +17,7 @@ from megatron.training.errors import exit_on_user_error
 from tests.fuzz.judging import Verdict, judged
 from tests.fuzz.values import Choices, mutate_json
 
-# By the codes of the format.
+# NumPy types by the format's dtype codes.
 _TYPES = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 6: "<f8", 7: "<f4", 8: "<u2"}
 _ODD_COUNTS = [0, 1, 2**16, 2**31 - 1, 2**31, 2**32, 2**61, 2**63 - 1, 2**63, 2**64 - 1, (2**64 - 34) // 12]
 _VOCABULARY = 100
@@ -26,7 +26,7 @@ _FIXED = struct.Struct("<9sQBQQ")
 
 @dataclass
 class Pair:
-    """The fields of an .idx file as they are written, right or wrong, and the .bin file."""
+    """The fields of an .idx file as written, whether valid or not, and the contents of the .bin file."""
 
     code: int
     lengths: list[int]
@@ -42,14 +42,14 @@ class Pair:
     notes: list[str] = field(default_factory=list)
 
     def idx(self) -> bytes:
-        """The .idx file."""
+        """Returns the contents of the .idx file."""
         parts = [np.array(self.lengths, "<i4"), np.array(self.pointers, "<i8"), np.array(self.borders, "<i8")]
         parts += [np.array(self.modes, "i1")]
         return _FIXED.pack(self.magic, self.version, self.code, *self.counts) + b"".join(p.tobytes() for p in parts)
 
 
 def draw_pair(choices: Choices) -> Pair:
-    """A valid pair: empty sequences, documents of several, sequences that lie in any order, overlap or share bytes."""
+    """Draws a valid pair. Sequences may be empty, overlap or lie in any order; documents may have several sequences."""
     code = choices.one([8, 8, 4, *_TYPES])
     lengths = [
         choices.one([0, 1, 2, choices.integer(0, 20)]) for _ in range(choices.one([0, 1, 2, choices.integer(3, 12)]))
@@ -71,7 +71,7 @@ def draw_pair(choices: Choices) -> Pair:
 
 
 def mutate_pair(choices: Choices, pair: Pair) -> None:
-    """Damages one field of a pair, or nothing."""
+    """Damages at most one field of a pair."""
     name = choices.one(["lengths", "pointers", "borders", "counts", "code", "version", "magic", "content", "modes", ""])
     values = getattr(pair, name) if name in ("lengths", "pointers", "borders", "modes") else None
     pair.notes.append(name)
@@ -109,7 +109,7 @@ def mutate_pair(choices: Choices, pair: Pair) -> None:
 
 
 class IndexFuzzer:
-    """Pairs with some damage, opened whole, and as samples to train on where tokens are integers."""
+    """Draws damaged pairs, and reads all their sequences and training samples."""
 
     def __init__(self, _shared: Path) -> None: ...
 
@@ -137,13 +137,13 @@ class IndexFuzzer:
         expected = sequences_of(idx, content, multimodal=case.multimodal)
         verdict = judged(lambda: _check_read(folder, case, expected=expected), folder)
         assert (verdict is Verdict.RIGHT) == (expected is not None), f"{verdict}, but it should be {expected}"
-        # What is no training data for another reason may be refused.
+        # A valid pair may still be rejected as training data for other reasons.
         judged(lambda: _check_samples(folder, expected=expected), folder)
         return verdict
 
 
 def sequences_of(idx: bytes, content: bytes, *, multimodal: bool) -> list[np.ndarray] | None:
-    """The sequences of a pair, by another reader than ours; None where the pair is not whole."""
+    """Returns the sequences of a pair as read by an independent reader; None if the pair is invalid."""
     if len(idx) < _FIXED.size:
         return None
     magic, version, code, num_sequences, num_borders = _FIXED.unpack_from(idx)
@@ -185,7 +185,7 @@ def _config(folder: Path) -> GPTDatasetConfig:
 
 
 def _samples(folder: Path) -> list[list[int]]:
-    """All samples of the pair in `folder`, through its cache; raises as training does."""
+    """Returns all samples of the pair in `folder`, using its index cache. Raises the same errors as training."""
     config = _config(folder)
     corpus = GPTDataset.build_low_level_dataset(str(folder / "a"), config)
     documents = np.arange(len(corpus.sequence_lengths), dtype=np.int32)
@@ -197,21 +197,21 @@ def _check_samples(folder: Path, *, expected: list[np.ndarray] | None) -> None:
     with exit_on_user_error():
         samples = _samples(folder)
     assert expected is not None and len(samples) >= 30
-    # A sample is a piece of the documents in some order: its tokens are theirs.
+    # A sample is a part of the documents in some order, so all of its tokens occur in the documents.
     assert {token for sample in samples for token in sample} <= {int(t) for one in expected for t in one}
     assert all(len(sample) == 5 for sample in samples)
 
 
 @dataclass(frozen=True)
 class DamagedCache:
-    """What was done to the files of an index cache, and what a fresh one gives."""
+    """A description of the damage to an index cache. expected: the samples of an undamaged cache."""
 
     notes: list[str]
     expected: list[list[int]] = field(repr=False)
 
 
 class IndexCacheFuzzer:
-    """The cached indices of a whole corpus with some damage: what is read is what is built anew."""
+    """Damages the cached indices of a valid corpus. Damaged indices must be rebuilt, so the samples do not change."""
 
     def __init__(self, _shared: Path) -> None: ...
 
@@ -226,7 +226,7 @@ class IndexCacheFuzzer:
         files = sorted((folder / "cache").iterdir())
         manifest = next(file for file in files if file.name.endswith("manifest.json"))
         damaged = choices.some(files, choices.integer(1, 2))
-        # The manifest last: it may have to vouch for the others first.
+        # The manifest is damaged last, since damaging the other files may update their checksums in it.
         notes = [_damage(choices, file, manifest=manifest) for file in sorted(damaged, key=manifest.__eq__)]
         return DamagedCache(notes, expected)
 
@@ -262,7 +262,7 @@ def _damage(choices: Choices, file: Path, *, manifest: Path) -> str:
 
 def _changed(choices: Choices, array: np.ndarray) -> np.ndarray:
     odd = array.copy()
-    # Values that may stand there cannot be told from the right ones.
+    # Only impossible values, since plausible ones with a valid checksum cannot be detected.
     odd.flat[choices.below(array.size)] = choices.one([2**31 - 1, 10**6])
     return choices.one(
         [odd, array[:-1], array[:0], array.astype(np.float64), array[None], np.stack([array, array])]
@@ -271,7 +271,7 @@ def _changed(choices: Choices, array: np.ndarray) -> np.ndarray:
 
 
 def _vouch(file: Path, manifest: Path) -> None:
-    """Makes the manifest say that the file is whole."""
+    """Updates the size and checksum of the file in the manifest."""
     value = json.loads(manifest.read_bytes())
     name = file.stem.rpartition("-")[2]
     value["arrays"][name] = {"bytes": file.stat().st_size, "crc32": file_crc32(file)}

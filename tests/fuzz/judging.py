@@ -1,4 +1,4 @@
-"""Judges one fuzzed input: the program used it right, or refused it in one line, within limits of time and memory."""
+"""Judges a fuzzed input: the program must use it correctly or reject it in one line, within time and memory limits."""
 
 import enum
 import io
@@ -15,26 +15,26 @@ from unittest.mock import patch
 
 import torch
 
-# An example takes milliseconds; the machine may be busy.
+# An example takes milliseconds, but the machine may be busy.
 LIMIT_SECONDS = 30
-# On top of the process's own memory: an example that needs more has not checked a size that it read.
+# In addition to the memory of the process. An example that exceeds this has not checked a size that it read.
 LIMIT_BYTES = 4 << 30
 
 
 class Verdict(enum.Enum):
-    """How an example ended that did not fail."""
+    """How an example ended without a failure: the input was used correctly, or rejected."""
 
     RIGHT = "right"
     REFUSED = "refused"
 
 
 class _Expired(BaseException):
-    """Raised in the code under test when its time is over. No Exception, so that the code cannot catch it."""
+    """Raised in the code under test when its time is over. Not an Exception, so that the code does not catch it."""
 
 
 @contextmanager
 def time_limit() -> Iterator[None]:
-    """Raises TimeoutError if the body takes longer than LIMIT_SECONDS; interrupts Python code only."""
+    """Raises TimeoutError if the body takes longer than LIMIT_SECONDS. Only Python code is interrupted."""
 
     def stop(*_: object) -> None:
         raise _Expired
@@ -51,7 +51,7 @@ def time_limit() -> Iterator[None]:
 
 
 def limit_memory() -> None:
-    """Lets this process allocate LIMIT_BYTES more; allocations beyond that raise MemoryError."""
+    """Limits the further allocations of this process to LIMIT_BYTES. Allocations beyond that raise MemoryError."""
     with open("/proc/self/statm", encoding="ascii") as stream:
         used = int(stream.read().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
@@ -59,7 +59,7 @@ def limit_memory() -> None:
 
 
 def judged(run: Callable[[], object], folder: Path) -> Verdict:
-    """Calls `run` in `folder` as a program: RIGHT for exit status 0, REFUSED for lines that name its mistakes."""
+    """Runs a program in `folder`. Returns RIGHT for exit status 0, and REFUSED if it ends with proper error lines."""
     out, err = io.StringIO(), io.StringIO()
     code: Any = 0
     with chdir(folder), redirect_stdout(out), redirect_stderr(err), _process_state_restored():
@@ -70,7 +70,7 @@ def judged(run: Callable[[], object], folder: Path) -> Verdict:
     if code in (0, None):
         return Verdict.RIGHT
     errors = [line for line in err.getvalue().splitlines() if "error: " in line]
-    # Of a command line all mistakes are told; what ends a run later is one.
+    # All mistakes of a command line are reported (status 2), but only one error of a run (status 1).
     assert len(errors) == 1 if code == 1 else errors and code == 2, f"exit code {code}: {err.getvalue()}"
     assert len(set(errors)) == len(errors) and "Traceback" not in err.getvalue(), err.getvalue()
     assert all(10 < len(line.partition("error: ")[2]) < 6000 for line in errors), err.getvalue()
@@ -79,7 +79,7 @@ def judged(run: Callable[[], object], folder: Path) -> Verdict:
 
 @contextmanager
 def _process_state_restored() -> Iterator[None]:
-    """Restores what a run sets for its whole process."""
+    """Restores the process-wide state that a run changes."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     with warnings.catch_warnings(), patch.dict(os.environ):
         warnings.simplefilter("ignore")
@@ -92,7 +92,7 @@ def _process_state_restored() -> Iterator[None]:
 
 
 def note_of(damage: Callable[[], str], *, earlier: Sequence[str]) -> str:
-    """Applies a damage and returns its description; after earlier damage there may be nothing left to work on."""
+    """Applies some damage and returns its description. After earlier damage, there may be nothing left to damage."""
     try:
         return damage()
     except (AttributeError, EOFError, LookupError, MemoryError, TypeError, UnpicklingError, ValueError, OSError):

@@ -1,4 +1,4 @@
-"""The kinds of fuzzed inputs by name."""
+"""KINDS maps each kind of fuzzed input to its fuzzer."""
 
 from tests.fuzz.checkpoints import CheckpointFuzzer
 from tests.fuzz.engine import FuzzerFactory

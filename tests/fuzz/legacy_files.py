@@ -1,4 +1,4 @@
-"""Fuzzed files of Megatron's older format, which are pickled: converted with every weight as it was, or refused."""
+"""Fuzzed checkpoints in Megatron's older, pickled format: converted with unchanged weights, or rejected."""
 
 import argparse
 import collections
@@ -26,7 +26,7 @@ _FOLDER = f"iter_{ITERATION:07d}"
 
 @dataclass
 class Files:
-    """What was done to the files of a run on 2 x 2 x 2 ranks. is_whole: nothing that is in the model."""
+    """A description of the damage to the files of a run on 2 x 2 x 2 ranks. is_whole: the model is undamaged."""
 
     words: list[str]
     notes: list[str] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Files:
 
 
 class LegacyFuzzer:
-    """Files of a small mixture of experts with some damage, converted by tools/checkpoint.py."""
+    """Damages the files of a small mixture of experts and converts them with tools/checkpoint.py."""
 
     def __init__(self, shared: Path) -> None:
         self._shared, self._model = shared, whole_model(SHAPE)
@@ -68,9 +68,9 @@ class LegacyFuzzer:
 
 
 def _content(choices: Choices, path: Path, case: Files) -> str:
-    """Other values, of the arguments, of the counters or of the model."""
+    """Changes values of the arguments, counters or weights in a file."""
     try:
-        # Our own file, written a moment ago, unless there is other damage already.
+        # The file is trusted: this process has just written it, unless other damage came first.
         content = torch.load(path, weights_only=False)
     except (RuntimeError, pickle.UnpicklingError, EOFError, OSError, ValueError):
         return "gone"
@@ -133,13 +133,13 @@ def _bytes(choices: Choices, path: Path, case: Files) -> str:
                 path.mkdir()
         case _:
             path.write_bytes({"flip": flipped, "cut": content[:place], "longer": content + b"x", "empty": b""}[what])
-    # A bit of a weight has no checksum here.
+    # This format has no checksums, so a flipped bit of a weight is not detected.
     case.is_whole = False
     return f"{what} at {place}"
 
 
 def _hostile(choices: Choices, path: Path, case: Files) -> str:
-    """A pickle, or an archive of one, that wants more than to be read."""
+    """Replaces a file by a malicious pickle, or an archive of one, that runs code or exhausts memory when loaded."""
     case.is_whole = False
     if path.is_dir():
         path.rmdir()
@@ -164,7 +164,7 @@ def _hostile(choices: Choices, path: Path, case: Files) -> str:
 
 
 def _places(choices: Choices, path: Path, case: Files) -> str:
-    """Files and folders under other names, another tracker."""
+    """Renames or adds folders, or changes the tracker."""
     root = path.parents[2]
     match what := choices.one(["tracker", "tracker", "rank", "folder", "link"]):
         case "tracker":

@@ -1,4 +1,4 @@
-"""The engine of the fuzzers: each kind of failure is found, shrunk, and reproduced from its blob."""
+"""The fuzzing engine finds each kind of failure, shrinks it, and reproduces it from its blob."""
 
 import os
 import re
@@ -16,7 +16,7 @@ from tests.harness import run_on_ranks
 
 
 class NumberFuzzer:
-    """Numbers below 1,000 in a file; `fault` is what the program does with those from 10 on."""
+    """Draws numbers below 1,000 and writes them to a file. The program calls `fault` for numbers from 10 on."""
 
     def __init__(self, _shared, *, fault):
         self._fault = fault
@@ -54,7 +54,7 @@ RATE, SEED = "error: --lr is 0: must be more", "error: --seed is -1: must not be
 
 
 def verdict_under_limits(fault, limits, folder):
-    """What the engine does around each example, with limits that a test can wait for."""
+    """Judges `fault` as the engine judges an example, with limits that are short enough for a test."""
     judging.LIMIT_SECONDS, judging.LIMIT_BYTES = limits
     judging.limit_memory()
     with judging.time_limit():

@@ -1,4 +1,4 @@
-"""Fuzzed inputs are used right or refused by name: never a traceback, a hang, or more memory than the limit."""
+"""Fuzzed inputs are used correctly or rejected by name, without a traceback, a hang, or excessive memory."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.fuzz.engine import fuzz
 from tests.fuzz.judging import Verdict
 from tests.fuzz.kinds import KINDS
 
-# Examples in `make test` and in `make soak`.
+# Number of examples in `make test` and in `make soak`.
 COUNTS = {
     "flags": (15, 10_000),
     "yaml": (60, 10_000),
@@ -16,7 +16,7 @@ COUNTS = {
     "checkpoints": (30, 9_000),
     "legacy": (15, 1_000),
 }
-# At least this percentage is used to the end; the others stop where the first check refuses them.
+# At least this percentage of the inputs must be accepted, since rejected inputs exercise little of the program.
 LEAST_RIGHT = {"flags": 20, "yaml": 8, "idx": 20, "cache": 100, "checkpoints": 40, "legacy": 20}
 
 

@@ -1,4 +1,4 @@
-"""Choices that hypothesis makes and can shrink, and the values that fuzzed inputs are built from."""
+"""Random choices that hypothesis makes and shrinks, and the values that fuzzed inputs are built from."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -32,47 +32,47 @@ ODD_WORDS += ["%s", "{x}", "$HOME", "*", "-", "a" * 5000, "null", "'", '"', "\t"
 
 
 class Choices:
-    """Choices of one example. Each is a draw of hypothesis, so a failing example shrinks towards the first options."""
+    """Random choices for an example. Each choice is a hypothesis draw, so failures shrink towards the first options."""
 
     def __init__(self, draw: Callable[[SearchStrategy[Any]], Any]) -> None:
         self._draw = draw
 
     def one(self, options: Sequence[T]) -> T:
-        """One option; shrinks to the first."""
+        """Draws one of the options. Shrinks to the first."""
         return options[self.below(len(options))]
 
     def integer(self, least: int, most: int) -> int:
-        """An integer in [least, most]; shrinks towards zero."""
+        """Draws an integer in [least, most]. Shrinks towards zero."""
         return int(self._draw(strategies.integers(least, most)))
 
     def below(self, limit: int) -> int:
-        """An integer in [0, limit); shrinks to 0."""
+        """Draws an integer in [0, limit). Shrinks to 0."""
         return self.integer(0, limit - 1)
 
     def chance(self, probability: float) -> bool:
-        """True with about this probability; shrinks to False."""
+        """Returns True with about this probability. Shrinks to False."""
         return self.below(100) >= 100 - round(100 * probability)
 
     def fraction(self) -> float:
-        """A float in [0, 1)."""
+        """Draws a float in [0, 1)."""
         return self.below(1 << 20) / (1 << 20)
 
     def bytes(self, count: int) -> bytes:
-        """Exactly `count` bytes."""
+        """Draws `count` bytes."""
         return bytes(self._draw(strategies.binary(min_size=count, max_size=count)))
 
     def some(self, options: Sequence[T], count: int) -> list[T]:
-        """Different options, in drawn order."""
+        """Draws `count` different options, in random order."""
         left = list(options)
         return [left.pop(self.below(len(left))) for _ in range(count)]
 
     def shuffled(self, options: Sequence[T]) -> list[T]:
-        """All options in drawn order; shrinks to the given order."""
+        """Returns all options in random order. Shrinks to the given order."""
         return self.some(options, len(options))
 
 
 def odd_json(choices: Choices, depth: int = 0) -> Any:
-    """A value of any type that JSON can hold or that Python's reader makes of it."""
+    """Draws a value of any type that Python's JSON reader can return."""
     match choices.one(["constant", "int", "word", "number", "float", *(["list", "dict"] if depth < 3 else [])]):
         case "int":
             return choices.one([choices.integer(-9, 99), choices.one(ODD_INTS)])
@@ -89,7 +89,7 @@ def odd_json(choices: Choices, depth: int = 0) -> Any:
 
 
 def places_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The paths to all inner values of nested dicts and lists."""
+    """Returns the paths to all inner values of nested dicts and lists."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     found = []
     for key, inner in items:
@@ -98,7 +98,7 @@ def places_of(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 def mutate_json(choices: Choices, value: Any) -> str:
-    """Changes the type, sign or size of one inner value, or drops, wraps or swaps it; returns a description."""
+    """Changes, drops, wraps or swaps one inner value in place, and returns a description of the change."""
     path = choices.one(places_of(value))
     holder = value
     for key in path[:-1]:

@@ -1,4 +1,4 @@
-"""Fuzzed --config files: the arguments that the file says and that read back the same, or one line that names it."""
+"""Fuzzed --config files: the arguments survive a round trip through --print-config, or one line rejects the file."""
 
 import contextlib
 import copy
@@ -18,7 +18,7 @@ from tests.fuzz.flags import SHORT, as_drawn
 from tests.fuzz.judging import Verdict, judged
 from tests.fuzz.values import ODD_WORDS, Choices, mutate_json
 
-# What replaces a value, or follows it, as text of a YAML file.
+# YAML texts that replace a value.
 _SCALARS = """1e-4 1E5 .5 +1 0x10 0o17 017 1_000 1:30 190:20:30 .inf -.INF .nan ~ null yes No on OFF true 2001-01-01
 2001-13-45 2001-12-14t21:59:43.10-05:00 = << ! - ? : !!int !!float !!null !!str !!bool !!binary !!timestamp !!set !!omap
 !!pairs *a &a @a `a % | > {} [] [[]] {a} [a,b]""".split()
@@ -59,7 +59,7 @@ _LINES += [
 
 @dataclass(frozen=True)
 class ConfigFile:
-    """What the file holds, and whether a run is started with it."""
+    """Contents of a --config file. is_run: whether to train with it instead of only parsing it."""
 
     text: bytes
     is_run: bool
@@ -69,7 +69,7 @@ class ConfigFile:
 
 
 class YamlFuzzer:
-    """Configurations of tiny models, as values and as text, with some damage."""
+    """Draws configurations of tiny models, with damage to their values and to their text."""
 
     def __init__(self, _shared: Path) -> None:
         self._bases = read_bases()
@@ -102,7 +102,7 @@ class YamlFuzzer:
         return grouped
 
     def _set_flag(self, choices: Choices, values: dict[str, Any]) -> None:
-        """Any flag: those that work mostly, but those of other issues, without effect and refused as well."""
+        """Sets any flag of the table, including flags that have no effect or are rejected."""
         flag = choices.one(self._table.flags)
         name = choices.one(
             [flag.dest, flag.flags[0].removeprefix("--"), flag.dest.upper(), flag.dest + "s"][: choices.one([1, 4])]
@@ -132,12 +132,12 @@ def _check_round_trip(argv: list[str], folder: Path) -> None:
             parse_args(argv=[*argv, "--print-config"])
     (folder / "shown.yaml").write_text(shown.getvalue(), encoding="utf-8")
     again = vars(parse_args(argv=["--config", str(folder / "shown.yaml")]))
-    # As text: what is not a number equals nothing.
+    # Compared as text, since NaN does not equal itself.
     assert repr({**again, "config": None}) == repr({**before, "config": None})
 
 
 def _damaged(choices: Choices, text: str) -> str:
-    """The text with a value, a line or some characters changed."""
+    """Returns the text with a value, a line or some characters changed."""
     lines = text.split("\n")
     place = choices.below(len(lines))
     key, colon, _ = lines[place].partition(": ")
@@ -168,7 +168,7 @@ def _damaged(choices: Choices, text: str) -> str:
 
 
 def _bomb(choices: Choices) -> list[str]:
-    """A few lines that mean millions of values."""
+    """Returns a few lines of nested aliases that expand to an exponential number of values."""
     if choices.chance(0.5):
         first, later = "a0: &a0 [x, x, x, x, x, x, x, x, x, x]", "a{0}: &a{0} [{1}]"
         refer = ", ".join(["*a{0}"] * 10)

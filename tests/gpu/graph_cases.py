@@ -1,4 +1,4 @@
-"""Runs with steps captured on a GPU, or on tapes if there is none, and functions that start them. Holds no tests."""
+"""Cases of runs whose steps are captured on a GPU, or on tapes without a GPU, and functions to run them. No tests."""
 
 from typing import Any, NamedTuple
 
@@ -11,9 +11,9 @@ from tests.harness import run_on_ranks
 RUN: Flags = {"micro-batch-size": 1, "lr-warmup-iters": 0, "clip-grad": 0.3, "eval-iters": 0, "log-interval": 1}
 EXPERTS: Flags = {"num-layers": 4, "seq-length": 16, "init-method-std": 0.1, "moe-expert-rank-capacity-factor": 2}
 HALF: Flags = {"bf16": True}
-# For graphs of parts: they return gradients in half precision, where eager steps add them to fp32 unrounded.
+# For graphs of parts, which return gradients in half precision. Fused accumulation would add unrounded ones to fp32.
 HALF_OF_PARTS: Flags = {**HALF, "no-gradient-accumulation-fusion": True}
-# So large that steps overflow, and grown so often that they do again and again.
+# The loss scale is so large, and grows so often, that steps overflow repeatedly.
 SCALED: Flags = {"fp16": True, "initial-loss-scale": 2.0**18, "loss-scale-window": 2, "hysteresis": 1}
 UPDATE: Flags = {"optimizer-cuda-graph": True}
 DROPOUT = read_bases()["dropout"]
@@ -21,7 +21,7 @@ TURNS = " ".join(f"{start}:{size}" for first in range(0, 60, 6) for start, size 
 
 
 class Case(NamedTuple):
-    """Flags beyond a base of the functional tests."""
+    """A base of the functional tests and additional flags."""
 
     base: str
     flags: Flags
@@ -42,16 +42,16 @@ EAGER: Flags = {"cuda-graph-impl": "none", "optimizer-cuda-graph": False}
 
 
 def argv_of(case: Case, *more: Flags) -> list[str]:
-    """The command line of a case with these flags, the last ones first."""
+    """Returns the command line of a case with additional flags. Later flags override earlier ones."""
     return merged_argv(case.base, RUN, case.flags, *more)
 
 
 def both(case: Case, *more: Flags) -> tuple[Trained, Trained]:
-    """Without graphs and with them."""
+    """Trains a case without graphs and with graphs."""
     eager = train_here(argv_of(case, *more, EAGER))
     return eager, train_here(argv_of(case, FULL, case.flags, *more), graphs=own_graphs)
 
 
 def on_gpu(function: Any, *args: Any) -> Any:
-    """On a rank of its own, which makes the groups as a training program does."""
+    """Runs a function on a new rank, which creates the process groups as a training program does."""
     return run_on_ranks(function, 1, *args, backend=None, timeout=500)[0]

@@ -1,4 +1,4 @@
-"""A rank on a GPU, in the groups of the program. Holds no tests."""
+"""Sets up a rank on a GPU with the program's process groups. Contains no tests."""
 
 import torch
 
@@ -9,7 +9,7 @@ from megatron.training.startup_handshake import join_process_group
 
 
 def join() -> torch.device:
-    """Initializes process groups as the program does; the device of this rank."""
+    """Initializes the process groups as the program does, and returns the device of this rank."""
     device = default_device()
     prepare_device(device)
     join_process_group(DistributedConfig(), device, rank=0, settings={}, broadcast=None)

@@ -1,4 +1,4 @@
-"""The kernel of Adam on a GPU: near torch's kernel on the CPU, alike in all forms, and in a CUDA graph."""
+"""Adam's kernel on a GPU is close to torch's kernel on the CPU, consistent in all forms, and works in a CUDA graph."""
 
 import math
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ def step(run: Run, grad: Tensor, *, scale: GradScale, device: str = DEVICE) -> N
 def launch(
     run: Run, grad: Tensor, *, divisor: Tensor | None = None, stored: Sequence[StoredFloats] | None = None
 ) -> None:
-    """The kernel itself, which adam_step takes for some of the forms alone."""
+    """Launches the Triton kernel directly, which adam_step uses only for some of the forms."""
     numbers = {"step": run.state.step, "divisor": divisor, "skip": None}
     triton_adam.step_run(stored or run.state.stored, grad, out=run.out, **vars(settings(DEVICE)), **numbers)
 
@@ -43,7 +43,7 @@ def test_a_step_is_near_that_of_the_cpu(params, form, grads, outs, adam_w_mode: 
         rates, scale = settings(device, adam_w_mode=adam_w_mode), GradScale(number(0.5, device))
         adam_step([AdamUpdate(one.state, one.grad.to(grads), one.out)], rates, scale=scale)
     rates = settings(adam_w_mode=adam_w_mode)
-    # The Triton kernel steps remainders and has no other bound than two digits; torch's kernel steps the other forms.
+    # The Triton kernel updates the form with remainders. Torch's kernel updates the other forms.
     torch_grad = None
     if form.masters is not Masters.REMAINDERS:
         torch_grad = expected.grad.to(grads).float() / 0.5 + (0.0 if adam_w_mode else rates.weight_decay * old[0])
@@ -113,7 +113,7 @@ def test_a_captured_step_follows_gradients_rates_divisors_and_skips(params, form
     def captured() -> None:
         adam_step([AdamUpdate(graphed.state, grad, graphed.out)], rates, scale=scale)
 
-    # Compiles the kernel, which a capture may not; the device has it skipped.
+    # Compiles the kernel, which is not possible during a capture. The skip flag on the device prevents the update.
     scale.skip.fill_(1.0)
     captured()
     torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Attention kernels that give their log-sum-exp on a GPU against plain operations in fp64; skipped without one."""
+"""Attention kernels that return the log-sum-exp on a GPU agree with plain fp64 operations. Skipped without a GPU."""
 
 from functools import partial
 
@@ -33,13 +33,13 @@ def test_a_tile_of_a_larger_softmax_agrees_with_plain_operations(
     )
     kernel = tile_kernel(query.device, scale=0.125, plain=False, widths=(WIDTH, value_width))
     tile = Tile(slice(ROWS, 2 * ROWS), slice(0, ROWS), **limits)
-    # Every other row's memory belongs to another tile, as with two chunks a rank.
+    # The tile covers only part of each tensor's rows, as with two chunks per rank.
     half = TileInputs(query[:, :, tile.queries], key[:, :, tile.keys], value[:, :, tile.keys])
     exact = TileInputs(*(t.double() for t in vars(half).values()))
     found, expected = kernel.forward(half, tile), PlainKernel(0.125).forward(exact, tile)
     torch.testing.assert_close(found.output.double(), expected.output, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(found.log_sum.double(), expected.log_sum, rtol=1e-3, atol=1e-3)
-    # As if as much probability lay in other tiles.
+    # The larger log-sum-exp means that other tiles have about the same share of the probability.
     whole = SoftmaxResult(expected.output.bfloat16(), expected.log_sum.float() + 0.7)
     exact_whole = SoftmaxResult(whole.output.double(), whole.log_sum.double())
     grad = grad[:, :, tile.queries]

@@ -1,6 +1,6 @@
-"""DistributedDataParallel and the sharded optimizer on a GPU, one rank over NCCL; skipped without one.
+"""DistributedDataParallel and the sharded optimizer on a GPU, with one rank over NCCL. Skipped without a GPU.
 
-Two ranks cannot share a GPU under NCCL: they sum over gloo, which takes a GPU's tensors in an all-reduce.
+Two ranks cannot share a GPU under NCCL, so tests with two ranks use gloo, which can all-reduce tensors of a GPU.
 """
 
 import itertools
@@ -53,7 +53,7 @@ def step(ddp, optimizer, number=0):
 
 
 def trained(settings, **kwargs):
-    """Norms of the gradients and the parameters after some steps: on the CPU."""
+    """Trains five steps, and returns the gradient norms and the parameters on the CPU."""
     ddp, optimizer = wrap(settings, **kwargs)
     norms = [step(ddp, optimizer, number) for number in range(5)]
     ddp.wait_params(ddp.parameters())
@@ -79,7 +79,7 @@ def compare_offload():
         norms, weights = trained(settings)
         offload = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": fraction}
         other_norms, other = trained(settings, **offload)
-        # Two devices' kernels round differently: an update apart at most.
+        # Kernels of the two devices round differently. The parameters may differ by at most an update.
         assert other_norms == pytest.approx(norms, rel=1e-2)
         assert (other - weights).abs().max() <= 1e-2
 
@@ -94,7 +94,7 @@ def measure_memory():
     before = memory_bytes(device)["allocated"]
     ddp, optimizer = wrap(BOTH)
     numel = sum(buffer.numel for buffer in ddp.all_buffers)
-    # bf16 parameters, fp32 gradients, masters and two moments; small tensors beside them.
+    # bf16 parameters, fp32 gradients, masters and two moments. Other tensors are small.
     assert (memory_bytes(device)["allocated"] - before) / numel == pytest.approx(2 + 4 + 12, rel=0.01)
     for number in range(2):
         step(ddp, optimizer, number)
@@ -166,7 +166,7 @@ def test_b16_a_launch_waits_for_the_stream_that_made_a_gradient():
 
 
 def send_to_itself(dtype):
-    """The calls behind a bucket, which a group of one rank would skip: of one rank all sums are what was given."""
+    """Calls the collectives of a bucket, which a group of one rank would skip. Their results must equal the input."""
     device, group = join(), dist.group.WORLD
     given = torch.randn(1 << 16, device=device).to(dtype)
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.AVG):
@@ -174,7 +174,7 @@ def send_to_itself(dtype):
         reduce_scatter_single(shard_of(flat, group), flat, op=op, group=group, async_op=True).wait()
         all_gather_single(flat, shard_of(flat, group), group=group, async_op=True).wait()
         assert torch.equal(flat, given)
-    # Behind another one, on a stream that waits for it.
+    # A collective after another, on a side stream that waits for the first.
     with SideStream(device).current() as is_beside:
         assert is_beside
         reduce_scatter_single(shard_of(flat, group), flat, group=group, async_op=True).wait()
@@ -204,7 +204,7 @@ def sum_over_gloo():
             ddp.zero_grad_buffer()
             ddp(torch.full((1, 8), dist.get_rank() + 1.0, device=device)).sum().backward()
             ddp.finish_grad_sync()
-        # Of the last layer's inputs, which are linear in the rank's.
+        # These gradients depend on the layers' inputs, which differ between the ranks.
         results.append([grad.cpu() for _, grad in ddp.named_main_grads()])
     return results
 

@@ -1,4 +1,4 @@
-"""DistributedFusedAdam on a GPU: against torch's own optimizer, and steps that a CUDA graph repeats."""
+"""DistributedFusedAdam on a GPU: agrees with torch's optimizer, also for steps replayed by a CUDA graph."""
 
 import copy
 import math
@@ -18,26 +18,26 @@ STEPS, REPLAYS = 20, 100
 
 
 def build(dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Convolutions in channels_last, norms and a head whose sizes are no multiples of anything."""
+    """Builds a model of channels_last convolutions, a norm and a head, with sizes that are not multiples of blocks."""
     torch.manual_seed(3)
     layers = nn.Conv2d(3, 13, 3), nn.GroupNorm(1, 13), nn.SiLU(), nn.Conv2d(13, 7, 3), nn.Flatten(), nn.Linear(112, 5)
     return nn.Sequential(*layers).to(default_device(), dtype).to(memory_format=torch.channels_last)
 
 
 def batch(step: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Images: [6, 3, 8, 8], channels_last."""
+    """Returns the images of a step: [6, 3, 8, 8], channels_last."""
     images = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(step))
     return images.to(default_device(), dtype).to(memory_format=torch.channels_last)
 
 
 def tensors_of(model: nn.Module) -> list[torch.Tensor]:
-    """Copies of its parameters."""
+    """Returns copies of the model's parameters."""
     return [param.detach().clone() for param in model.parameters()]
 
 
 @contextmanager
 def on_side_stream() -> Iterator[None]:
-    """Runs its body on a stream that begins after the default one's work, which made its tensors, and is waited for."""
+    """Runs its body on a side stream that waits for the default stream, which then waits for the side stream."""
     default, side = torch.cuda.current_stream(), torch.cuda.Stream()
     side.wait_stream(default)
     with torch.cuda.stream(side):
@@ -113,7 +113,7 @@ def test_a_scalers_step_in_a_graph_skips_where_it_finds_infinity():
     scaler, graph = torch.amp.GradScaler(device.type, init_scale=2.0**10), torch.cuda.CUDAGraph()
 
     def update() -> None:
-        # Searches the reduced gradients, decides on the device, and moves the scale there.
+        # Checks the reduced gradients, decides about the step and updates the scale, all on the device.
         scaler.step(optimizer)
         scaler.update()
 

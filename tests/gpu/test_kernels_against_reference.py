@@ -1,6 +1,6 @@
-"""Every kernel of experts on a GPU against its operator on the CPU: the same bytes where it moves, one rounding where
-it computes. Random orders of operations are in test_stash_kernels.py, captured recomputations in
-test_stash_recompute.py.
+"""Every expert kernel on a GPU agrees with its operator on the CPU: bitwise for copies, within one rounding for
+computations. test_stash_kernels.py tests random orders of operations, and test_stash_recompute.py tests captured
+recomputations.
 """
 
 import math
@@ -28,20 +28,20 @@ pytestmark = pytest.mark.gpu
 
 DEVICE = "cuda"
 WIDTHS = [1, 7, 16, 1000, 7168]
-# Of one rounding of the sums, relative to the norm of the exact result.
+# Error of one rounding of the sums, relative to the norm of the exact result.
 ERROR = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 5e-4}
 BYTES = [*ERROR, torch.float8_e4m3fn, torch.int8]
-# Every width in two dtypes: each combination compiles kernels anew.
+# Every width in only two dtypes, since each combination compiles kernels.
 CASES = [(torch.float32, width) for width in WIDTHS] + [(torch.bfloat16, width) for width in WIDTHS]
 CASES += [(torch.float16, 1000)]
 PLAIN = ("geglu", "geglu_tanh", "quick_geglu", "silu", "gelu", "gelu_tanh", "quick_gelu", "squared_relu")
 MAX_ROWS, EXPERTS = 192, 3
-# Rows of each expert: none, some, one that ends beyond a tile, all that the buffers have.
+# Rows of each expert: none, some, slightly more than a tile, and as many as fit in the buffers.
 COUNTS = [[0, 0, 0], [1, 0, 70], [129, 2, 30], [60, 64, 68]]
 
 
 def made(*shape: int, rows: int | None = None, seed: int = 0) -> Tensor:
-    """Random values, fp32, NaN from row `rows` on; on the CPU."""
+    """Returns random fp32 values on the CPU, with NaN from row `rows` on."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape) + seed)) / shape[-1] ** 0.25
     values[shape[0] if rows is None else rows :] = math.nan
     return values
@@ -52,7 +52,7 @@ def near(found: Tensor, exact: Tensor, error: float) -> bool:
 
 
 def worn_pool(device: str, layout: PoolLayout) -> PagePool:
-    """Rings in any order, and heads so far along that both ends wrap around soon."""
+    """Builds a pool whose free pages are in random order, and whose ring positions soon wrap around."""
     pool, generator = PagePool(device, layout), torch.Generator().manual_seed(1)
     for tier, (pages, head) in enumerate(((layout.device_pages, 2**31 - 5), (layout.host_pages, 2**62 - 1))):
         start = tier * layout.device_pages
@@ -64,7 +64,7 @@ def worn_pool(device: str, layout: PoolLayout) -> PagePool:
 
 
 def run_groups(device: str, specs: list[TensorSpec], *, page: int, rows: list[int]) -> tuple[PagePool, dict[str, Any]]:
-    """Groups of so many rows through a pool that holds two of them, most of the second on the host; what came back."""
+    """Stashes groups with `rows` live rows in a pool for two, half on the host. Returns the pool and restored data."""
     pages = sum(-(-spec.max_bytes // page) for spec in specs)
     pool = worn_pool(device, PoolLayout(page, device_pages=pages + 1, host_pages=pages))
     generator = torch.Generator().manual_seed(2)
@@ -94,7 +94,7 @@ def run_groups(device: str, specs: list[TensorSpec], *, page: int, rows: list[in
 
 
 def assert_each_page_is_once(pool: PagePool, group: PageGroup) -> None:
-    """In a tensor of this group, the only one with pages, or free. Only the CPU's plan sorts free pages."""
+    """Asserts that each page either belongs to this group, the only open one, or is free, and exists only once."""
     layout, table, held = pool.layout, group.slab.table.tolist(), group.slab.held.tolist()
     found = []
     for one in (one for call in group.calls for one in split_tensors(call.tensors)):
@@ -115,7 +115,7 @@ def test_pages_rings_and_rows_have_the_cpus_numbers(dtype: torch.dtype, width: i
     rows = [MAX_ROWS, MAX_ROWS, 0, 33, MAX_ROWS, MAX_ROWS - 1, 1, MAX_ROWS]
     pool, expected = run_groups("cpu", specs, page=page, rows=rows)
     counters = pool.occupancy_sync().counters
-    # The test means something: tensors were on the host and on both tiers, and one found no pages.
+    # Ensures that the test is meaningful: pages were spilled to the host, and a tensor found no pages.
     assert counters[Counter.SPILLED_PAGES] and counters[Counter.DROPPED_ACT] and not counters[Counter.VOID]
     _, found = run_groups(DEVICE, specs, page=page, rows=rows)
     for name, value in expected.items():
@@ -131,7 +131,7 @@ def test_products_agree_and_recomputations_have_their_bits(
     inner, outer = (72, width) if is_wide else (width, 72)
     rows, offsets = sum(counts), torch.tensor(counts).cumsum(0, dtype=torch.int32)
     x, grad = made(MAX_ROWS, inner, rows=rows).to(dtype), made(MAX_ROWS, outer, rows=rows).to(dtype)
-    weight = made(EXPERTS, outer, inner).to(dtype).transpose(1, 2)  # as Hugging Face keeps them
+    weight = made(EXPERTS, outer, inner).to(dtype).transpose(1, 2)  # the layout of Hugging Face
     sources, on_device = (x.to(DEVICE), weight.to(DEVICE)), offsets.to(DEVICE)
     forward, again = (torch.full((MAX_ROWS, outer), 7, dtype=dtype, device=DEVICE) for _ in range(2))
     ops.grouped_gemm(*sources, offsets=on_device, out=forward)
@@ -227,7 +227,7 @@ def test_rows_are_gathered_and_summed_as_on_the_cpu(dtype: torch.dtype, width: i
     assert near(found, row_ops.sum_rows(rows.double(), row_of_slot), ERROR[dtype])
 
 
-# Tokens, choices, experts, parts, rows of a part, alignment.
+# Numbers of tokens, choices, experts, parts and rows per part, and the alignment.
 ORDERS = [
     (0, 2, 4, 1, 8, 1),
     (40, 1, 1, 1, 30, 1),
@@ -248,7 +248,7 @@ def test_slots_are_ordered_as_on_the_cpu_in_each_replay(sizes: tuple[int, ...], 
     options["alignment"] = alignment
     bounds = first - 1, first + experts + 1
     routings = [torch.randint(*bounds, (tokens, choices), generator=generator, dtype=dtype) for _ in range(3)]
-    # All tokens to one expert.
+    # All tokens are routed to one expert.
     routings.append(torch.full_like(routings[0], first + experts - 1))
     indices = routings[0].to(DEVICE)
     row_ops.order_slots(indices, **options)

@@ -1,4 +1,4 @@
-"""The optimizer's step in a CUDA graph against the host's steps, bit for bit; skipped without a GPU."""
+"""The optimizer's step in a CUDA graph is bitwise equal to eager steps. Skipped without a GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Pinned memory of an exact size on a GPU: pinned for torch, as large as asked, and returned. Not yet run on a GPU."""
+"""Pinned memory with a GPU is pinned for torch, has exactly the requested size, and is freed. Not yet run on a GPU."""
 
 import gc
 import mmap
@@ -13,12 +13,12 @@ from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 
 pytestmark = pytest.mark.gpu
 
-# 65 MiB and some bytes, for which torch's allocator takes 128 MiB.
+# Slightly more than 65 MiB, for which torch's allocator would allocate 128 MiB.
 NUM_BYTES = 65 * 2**20 + 4097
 
 
 def mapped_bytes(address: int) -> tuple[int, int]:
-    """Size and resident bytes of the mapping that begins at an address; zeros if there is none."""
+    """Returns size and resident bytes of the memory mapping that begins at an address; zeros if there is none."""
     with open("/proc/self/smaps", encoding="ascii") as stream:
         lines = stream.read().splitlines()
     for number, line in enumerate(lines):
@@ -75,7 +75,7 @@ def test_a_failed_registration_leaves_torch_usable():
     device = default_device()
     runtime = torch.cuda.cudart()
     memory = pinned_bytes(4096, device)
-    # Registered twice, which CUDA refuses.
+    # A second registration, which CUDA rejects.
     assert int(runtime.cudaHostRegister(memory.data_ptr(), 4096, 1)) != 0
     _take_pending_error(device)
     assert torch.ones(3, device=device).sum() == 3

@@ -1,4 +1,4 @@
-"""Groups over NCCL, with and without gloo beside it for what is on the host; skipped without a GPU."""
+"""Process groups over NCCL, with and without additional gloo groups for host tensors. Skipped without a GPU."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Products of experts and linear layers on a GPU: both kernels, captured too, and gradients that are added to fp32."""
+"""GEMMs of experts and linear layers on a GPU: both kernels, also captured, and gradient accumulation in fp32."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, product_ker
 pytestmark = pytest.mark.gpu
 
 ROWS, INNER, OUTER = 1024, 256, 384
-# Rows of each expert: all, none at all, none for some.
+# Rows of each expert: all rows live, no rows live, some experts without rows.
 COUNTS = [[256, 256, 256, 256], [0, 0, 0, 0], [0, 700, 0, 300]]
 ERROR = {torch.bfloat16: 6e-3, torch.float16: 8e-4, torch.float32: 1e-5}
 
@@ -25,7 +25,7 @@ def operands(dtype: torch.dtype, device: torch.device) -> tuple[Tensor, torch.nn
 
 
 def exact_results(rows: Tensor, weight: Tensor, grad: Tensor, counts: list[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Output and gradients of rows and weights, fp64; of the live rows."""
+    """Returns the output and the gradients of live rows and weights, in fp64."""
     live = sum(counts)
     x, matrices, up = rows.detach().double(), weight.detach().double().view(4, INNER, OUTER), grad.double()
     parts = list(zip(x[:live].split(counts), matrices, up[:live].split(counts)))

@@ -1,4 +1,4 @@
-"""On a GPU: a captured graph draws new numbers at each replay, those that eager steps of the same seed draw."""
+"""On a GPU, each replay of a captured graph draws new numbers, equal to those of eager steps with the same seed."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ STEPS = long_count(4, soak=100)
 
 
 def draw(ones: Tensor) -> Tensor:
-    """From the default stream, from another, and from the default one again."""
+    """Draws from the default random stream, from two other streams, and from the default stream again."""
     default = F.dropout(ones, 0.5)
     with get_cuda_rng_tracker().fork():
         own = F.dropout(ones, 0.25)
@@ -37,11 +37,11 @@ def test_replays_draw_what_eager_steps_draw() -> None:
     begin = torch.cuda.get_rng_state(), tracker.get_states()
     for _ in range(2):
         for step, expected in enumerate(eager):
-            if step % 3 == 2:  # eager steps between replays move the same streams on
+            if step % 3 == 2:  # eager steps between replays advance the same random streams
                 assert torch.equal(draw(ones), expected)
             else:
                 graph.replay()
                 assert torch.equal(drawn, expected)
-        # As a step that runs again, or one that goes on from a checkpoint.
+        # Restores the states, as for a retried step or a resumed run.
         torch.cuda.set_rng_state(begin[0])
         tracker.set_states(begin[1])

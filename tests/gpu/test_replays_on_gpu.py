@@ -1,5 +1,5 @@
-"""What a replayed step asks of the GPU, and what a capture that the GPU breaks off leaves of torch; skipped without a
-GPU.
+"""Replayed steps launch one graph without waits or allocations, and a capture that the GPU aborts leaves torch usable.
+Skipped without a GPU.
 """
 
 import os
@@ -29,8 +29,8 @@ pytestmark = pytest.mark.gpu
 
 STEPS, WATCHED, PROFILED = 30, 20, 3
 NUMBERS = ("allocated_bytes.all.current", "reserved_bytes.all.current", "num_alloc_retries", "num_device_alloc")
-# Calls that wait for the device or take its memory. Queries do neither, and the allocator makes them for memory that
-# another stream has used.
+# CUDA calls that wait for the device or allocate its memory. Queries do neither, and the allocator needs them for
+# memory that several streams have used.
 FORBIDDEN = ("Malloc", "Free", "HostAlloc", "Synchronize")
 RUNS = {
     "dense": Case("dense", {**HALF, **DROPOUT}),
@@ -41,7 +41,7 @@ RUNS = {
 
 
 class Watched(Callback):
-    """Refuses reads of the device in replays, with the copies around them; notes memory, and calls of CUDA in some."""
+    """Forbids device reads in replays and their input copies, and records memory and, for some steps, CUDA calls."""
 
     def __init__(self) -> None:
         self.memory: list[dict[str, Any]] = []
@@ -84,7 +84,7 @@ def refusing_reads() -> Iterator[None]:
 
 
 def calls_in_replays(recorded: profile) -> list[Counter[str]]:
-    """What the host called of CUDA, by name, within each replay."""
+    """Counts the host's CUDA calls by name within each replay."""
     events = [event for event in recorded.events() or [] if event.device_type == DeviceType.CPU]
     spans = [event.time_range for event in events if event.name == "FullCudaGraphWrapper.replay"]
     return [
@@ -98,12 +98,12 @@ def calls_in_replays(recorded: profile) -> list[Counter[str]]:
 
 
 def is_forbidden(call: str) -> bool:
-    """Whether a replay must not make this call of CUDA."""
+    """Returns whether a replay must not make this CUDA call."""
     return any(word in call for word in FORBIDDEN)
 
 
 def watch(case: Case) -> tuple[Trained, Watched]:
-    # Else CUPTI starts anew within the run, which graphs of before do not survive in all versions.
+    # Otherwise CUPTI is reinitialized during the run, which breaks existing graphs in some versions.
     os.environ |= {"DISABLE_CUPTI_LAZY_REINIT": "1", "TEARDOWN_CUPTI": "0"}
     watched = Watched()
     steps: Flags = {"train-iters": STEPS}
@@ -137,7 +137,7 @@ def graphs() -> CudaGraphs:
 
 
 def draw(ones: torch.Tensor) -> torch.Tensor:
-    """From the default stream and from another: [2, N], fp32."""
+    """Draws from the default random stream and from another one: [2, N], fp32."""
     with get_cuda_rng_tracker().fork():
         own = F.dropout(ones, 0.25)
     return torch.stack([own, F.dropout(ones, 0.5)])
@@ -161,7 +161,7 @@ def test_a_capture_that_the_gpu_breaks_off_leaves_stream_generators_and_allocato
         last = draw(ones)
     after.replay()
     assert all(map(torch.equal, [*found, last], expected))
-    # Memory that another stream has used comes back, as the allocator asks events again.
+    # The allocator reuses memory of a second stream, which shows that it queries events again.
     side, reserved = torch.cuda.Stream(), torch.cuda.memory_reserved()
     for _ in range(20):
         used = torch.empty(64 << 20, dtype=torch.uint8, device=default_device())
@@ -183,5 +183,5 @@ def test_graphs_can_be_captured_while_somebody_holds_a_tensor_of_dropped_ones(gr
         assert product[0].item() == factor
         del graph
         reserved.append(torch.cuda.memory_reserved())
-    # One pool is held by the last product, and one is new.
+    # Only two pools exist: one is kept alive by the last product, and one is new.
     assert reserved[-1] <= reserved[2]

@@ -1,4 +1,4 @@
-"""The stash's kernels on a GPU: the model's bytes, on two streams and in a graph too; skipped without one."""
+"""The stash's kernels on a GPU agree with their model, also on two streams and in a graph. Skipped without a GPU."""
 
 import random
 
@@ -14,7 +14,7 @@ from tests.unit_tests.core.transformer.moe.paged_stash.pool_model import RandomO
 pytestmark = pytest.mark.gpu
 
 MAX_ROWS = 96
-# Two dtypes, a scale for 32 tokens, rows with gaps and an odd width; 96 rows of all take 56 pages of 1 KiB.
+# Two dtypes, one scale per 32 tokens, rows with gaps, and an odd width. 96 rows of all occupy 56 pages of 1 KiB.
 SPECS = [
     TensorSpec(256, 256, MAX_ROWS),
     TensorSpec(4, 4, MAX_ROWS),
@@ -31,7 +31,7 @@ def random_memories() -> list[torch.Tensor]:
 def differences(
     group: PageGroup, pool: PagePool, sources: list[torch.Tensor], targets: list[torch.Tensor], tokens: int
 ) -> torch.Tensor:
-    """Bytes, on the device, by which live rows of stashed tensors were not restored."""
+    """Returns the number of wrong bytes in the live rows of stashed tensors: [1], int64, on the device."""
     wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
     for index, (spec, source, target) in enumerate(zip(SPECS, sources, targets)):
         rows = -(-tokens // spec.tokens_per_row)
@@ -67,7 +67,7 @@ def test_any_width_and_address_is_copied(row_bytes: int, pitch_bytes: int, max_r
 
 @pytest.mark.parametrize("num_programs", [0, 1, 7])
 def test_two_streams_with_delays_lose_nothing(num_programs: int) -> None:
-    """plan and stash on one stream, restore and release on another, in a pool that is nearly always full."""
+    """Runs plan and stash on one stream, and restore and release on another, with a pool that is nearly always full."""
     rng = random.Random(num_programs)
     pool = PagePool("cuda", PoolLayout(1024, device_pages=60, host_pages=40))
     stashing, restoring = torch.Stream("cuda"), torch.Stream("cuda")
@@ -79,7 +79,7 @@ def test_two_streams_with_delays_lose_nothing(num_programs: int) -> None:
     for step in range(500):
         tokens, number = rng.randint(0, MAX_ROWS), step % len(memories)
         with stashing:
-            # Here, so that the zeros of a new page table precede its first plan.
+            # Opened on this stream, so that zeroing a new page table is ordered before the table's first plan.
             group = pool.open_group(SPECS)
             torch.cuda._sleep(rng.choice((0, 0, 20000, 200000)))
             for event in group.waits:
@@ -105,7 +105,7 @@ def test_two_streams_with_delays_lose_nothing(num_programs: int) -> None:
     occupancy = pool.occupancy_sync()
     assert wrong.item() == 0
     assert (occupancy.device_free, occupancy.host_free) == (60, 40)
-    # The test means something: pages ran out, and pages were found.
+    # Ensures that the test is meaningful: pages were spilled to the host, and some tensors found no pages.
     assert occupancy.counters[Counter.SPILLED_PAGES] > 0 and occupancy.counters[Counter.DROPPED_ACT] > 0
 
 
@@ -123,7 +123,7 @@ def test_a_captured_group_replays_as_eager_code() -> None:
         pool.restore(groups[pool], [target.flatten() for target in targets[pool]])
         pool.release(groups[pool])
 
-    for pool in (captured, eager):  # Compiles the kernels, which no capture may hold.
+    for pool in (captured, eager):  # Compiles the kernels, which is not possible during a capture.
         run(pool)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -1,5 +1,5 @@
-"""Races between the stash's streams on a GPU: whichever of them is late, and whatever memory is handed out again
-meanwhile, gradients are those of a run that waits after each operation.
+"""Races between the stash's streams on a GPU: with any of the streams delayed, and with freed memory reused and
+overwritten, gradients are equal to those of a run that waits after each operation.
 """
 
 import random
@@ -27,12 +27,12 @@ pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 SIZES = Sizes(tokens=512, hidden=256, ffn=384)
 LAYERS, STEPS = 6, 3
-CYCLES = (0, 20_000, 500_000)  # up to a third of a millisecond, in which the others do a whole layer
+CYCLES = (0, 20_000, 500_000)  # up to a third of a millisecond, in which the other streams complete a whole layer
 
 
 @dataclass
 class LateStream:
-    """A side stream whose work begins after `delay`, which runs on it."""
+    """A side stream that runs `delay` before its work."""
 
     stream: SideStream
     delay: Callable[[], None]
@@ -48,7 +48,7 @@ class LateStream:
 
 
 class WaitAlways(TorchDispatchMode):
-    """Inside, the host waits for the GPU after each operation, in backward too."""
+    """Makes the host wait for the GPU after each operation, also in backward."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -58,7 +58,7 @@ class WaitAlways(TorchDispatchMode):
 
 @pytest.fixture(autouse=True)
 def deterministic() -> Iterator[None]:
-    """Sums in one order; besides, memory that is handed out is filled with NaN."""
+    """Enables deterministic algorithms, which also fill newly allocated memory with NaN."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -70,14 +70,14 @@ def sleeper(seed: int) -> Callable[[], None]:
 
 
 def way_of(bench: Bench, share: float, *, prefetch: int, num_programs: int) -> Way:
-    """With a pool of this share of the pages that are needed, half of them on the host."""
+    """Builds a stash whose pool has this share of the required pages, half of them on the host."""
     pages = int(share * bench.pages_needed())
     pool = PagePool(bench.device, PoolLayout(PAGE_BYTES, pages - pages // 2, pages // 2))
     return Way("stash", stash=PagedStash(pool, prefetch_groups=prefetch, num_programs=num_programs), pool=pool)
 
 
 def make_late(way: Way, bench: Bench, *, delays: dict[str, Callable[[], None]], seed: int) -> None:
-    """Delays streams; behind each layer, forward and backward, overwrites memory that autograd let go of."""
+    """Delays streams, and overwrites memory that autograd has freed after each layer, in forward and backward."""
     assert way.stash is not None
     keeper, rng = way.stash._keeper, random.Random(seed)
     for name in ("stash", "restore"):
@@ -87,7 +87,7 @@ def make_late(way: Way, bench: Bench, *, delays: dict[str, Callable[[], None]], 
 
     def disturb() -> None:
         delays.get("main", lambda: None)()
-        # As large as what the stash keeps: the allocator's free blocks of these sizes are the first to be taken.
+        # Equal in size to stashed tensors, so that the allocator first reuses the free blocks of those tensors.
         for width in rng.sample(SIZES.widths, 3) * 2:
             size = SIZES.capacity * width
             held.append(torch.full((size,), torch.nan, device=bench.device, dtype=bench.hidden.dtype))
@@ -104,7 +104,7 @@ def make_late(way: Way, bench: Bench, *, delays: dict[str, Callable[[], None]], 
 def gradients_of(
     routings: list[list[Rows]], *, share: float, seed: int, late: tuple[str, ...] | None
 ) -> tuple[list[list[Tensor]], Way]:
-    """Returns each step's gradients. late: delayed streams; None: none, and the host waits after each operation."""
+    """Returns each step's gradients. late: streams to delay; None makes the host wait after each operation."""
     bench = Bench(LAYERS, torch.device(DEVICE), sizes=SIZES)
     way = way_of(bench, share, prefetch=1 + seed % 2, num_programs=(0, 3)[seed % 2])
     around: AbstractContextManager[Any] = WaitAlways()
@@ -130,13 +130,13 @@ def test_gradients_are_those_of_a_run_that_waits(seed: int, late: tuple[str, ...
     way.pool.check_integrity_sync()
     totals = [sum(column) for column in zip(*way.counters)]
     assert totals[Counter.VOID] == 0
-    # The test means something: rows were in pages, and with few pages things were computed again.
+    # Ensures that the test is meaningful: rows were in pages, and with few pages, tensors were recomputed.
     assert totals[Counter.PLANNED_PAGES] > 0 and totals[Counter.SPILLED_PAGES] > 0
     assert share > 1 or totals[Counter.DROPPED_ACT] > 0
 
 
 def train(side: str, *, is_late: bool, has_graph: bool) -> list[tuple[float, float | None]]:
-    """Losses and norms of training steps of one rank of eight whose rows are skewed, on late streams or waiting."""
+    """Returns losses and gradient norms of steps with skewed routing, with delayed streams or with waits everywhere."""
     flags = sides_of(ROUTINGS["skewed"])[side].flags
     case, graph = Case("small", SMALL["small"], "skewed"), GRAPH if has_graph else ""
     run, routing = build(case, f"{flags.replace(GRAPH, graph)} --deterministic-mode")
@@ -145,7 +145,7 @@ def train(side: str, *, is_late: bool, has_graph: bool) -> list[tuple[float, flo
     @contextmanager
     def late_behind_main(stream: SideStream, *events: torch.Event | None) -> Iterator[None]:
         with behind_main(stream, *events):
-            delay()  # in a capture it is a node of the graph
+            delay()  # in a capture, the delay becomes a node of the graph
             yield
 
     if is_late:

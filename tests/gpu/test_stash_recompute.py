@@ -1,4 +1,4 @@
-"""On a GPU: recomputations in a graph give forward's bits, idle ones are quick, gradients agree with the CPU."""
+"""On a GPU, captured recomputations are bit-identical to forward, skipped ones are fast, and gradients are correct."""
 
 import math
 
@@ -23,14 +23,14 @@ ERROR = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 2e-3}
 
 
 def made(*shape: int, dtype: torch.dtype, rows: int | None = None) -> Tensor:
-    """Random values on the GPU, NaN from row `rows` on; a leaf."""
+    """Returns a leaf tensor of random values on the GPU, with NaN from row `rows` on."""
     values = torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))) / shape[-1] ** 0.25
     values[rows if rows is not None else shape[0] :] = math.nan
     return values.to("cuda", dtype).requires_grad_()
 
 
 def layer(dtype: torch.dtype) -> dict[str, Tensor]:
-    """x and its rows' weights, the first weights as stored, the second transposed as Hugging Face keeps them."""
+    """Returns x, the scales of its rows, and the weights of both GEMMs. fc2 is transposed, as in Hugging Face."""
     x, scale = made(CAPACITY, HIDDEN, dtype=dtype, rows=ROWS), made(CAPACITY, 1, dtype=torch.float32, rows=ROWS)
     fc1, fc2 = made(5, HIDDEN, 2 * FFN, dtype=dtype), made(5, HIDDEN, FFN, dtype=dtype)
     return {"x": x, "scale": scale, "fc1": fc1, "fc2": fc2}

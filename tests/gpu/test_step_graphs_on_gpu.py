@@ -1,6 +1,6 @@
-"""Steps in CUDA graphs against the same steps launched one by one, bit for bit; skipped without a GPU.
+"""Steps in CUDA graphs are bitwise equal to eager steps. Skipped without a GPU.
 
-Every body also runs on the CPU, with tapes (core/graphs/tape.py) in the place of graphs.
+Every body also runs on the CPU, with tapes (core/graphs/tape.py) in place of graphs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -73,7 +73,7 @@ def test_replayed_parts_of_layers_have_the_bits_of_eager_ones(name: str) -> None
 
 
 class Starved(Callback):
-    """Makes a run's pool look full in the replays of some steps; notes what there is of memory after each step."""
+    """Makes a run's pool appear full in the replays of some steps, and records the memory after each step."""
 
     def __init__(self, steps: Sequence[int]) -> None:
         self.left = list(steps)
@@ -104,14 +104,14 @@ class Starved(Callback):
 
 
 def starve(flags: Flags) -> tuple[Trained, Trained, Starved]:
-    """A run with a large pool, without graphs; one whose small pool is full twice, within replays."""
+    """Trains without graphs and with a large pool, and with graphs and a small pool that is full in two replays."""
     case = Case("moe", {**EXPERTS, **DROPOUT, "train-iters": 14})
     starved = Starved([5, 9])
     large = train_here(argv_of(case, stash(2.0)))
     small = train_here(
         argv_of(case, FULL, stash(0.4), flags), graphs=own_graphs, setup=starved.setup, callbacks=[starved]
     )
-    starved.run = None  # type: ignore[assignment]  # goes to another process
+    starved.run = None  # type: ignore[assignment]  # not pickled for the parent process
     return large, small, starved
 
 
@@ -124,12 +124,12 @@ def test_a_replay_that_finds_no_pages_runs_again_with_more_and_is_captured_once_
     grown = starved.pool_bytes[-1] - starved.pool_bytes[3]
     for kind, slack in (("allocated", 1 << 20), ("reserved", 64 << 20)):
         before, after = (starved.memory[step].get(kind, 0) for step in (3, -1))
-        # Neither a pool nor a graph of before is left.
+        # The old pools and graphs have been freed.
         assert after - before <= grown + slack, kind
 
 
 def take_turns(flags: Flags, folder: str) -> tuple[Trained, Trained, Trained]:
-    """Evaluations between steps of 2 and of 4 microbatches in turns: eagerly, with graphs, and stopped and resumed."""
+    """Alternates steps of 2 and 4 microbatches and evaluations, in an eager, a captured, and a resumed captured run."""
     turns: Flags = {"train-iters": 14, "eval-iters": 2, "eval-interval": 3, "step-batch-size-schedule": TURNS}
     case = Case("moe", {**EXPERTS, **ROUTER, **DROPOUT, **stash(1.0), **turns, **flags, "global-batch-size": None})
     eager, captured = both(case)
@@ -149,7 +149,7 @@ def test_evaluations_lengths_in_turns_and_a_resume_change_no_bit(flags: Flags, t
 
 
 def read_a_loss() -> tuple[Trained, Trained, float]:
-    """A model that waits for the device; then a capture and replays of it in the same process."""
+    """Trains a model that waits for the device, and then captures and replays a small graph in the same process."""
     forward = GPTModel.forward
 
     def reads(*args: Any, **keywords: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Rows through symmetric memory on all GPUs that there are, one too; skipped without one."""
+"""Exchange of rows through symmetric memory on all GPUs, or on one. Skipped without a GPU."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def on_rank() -> None:
     device, group = join(), dist.group.WORLD
     transport = SymmetricTransport(group)
     pairs = []
-    # Weights and rows in turn, as a dispatch sends them; the buffer grows twice, and is used again without a wait.
+    # Alternates weights and rows, as a dispatch does. The buffer grows twice, and is reused without a wait.
     for rows_per_part, width in [(3, 1), (3, 64), (500, 1), (500, 2048)] * 3:
         rows = torch.randn(dist.get_world_size() * rows_per_part, width, device=device, dtype=torch.bfloat16)
         collective = CollectiveTransport(group).launch(rows, send=None, receive=None)

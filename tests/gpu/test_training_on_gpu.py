@@ -1,4 +1,4 @@
-"""The model and the training step on a GPU agree with the CPU; skipped without one."""
+"""The model and the training step on a GPU agree with the CPU. Skipped without a GPU."""
 
 import json
 from pathlib import Path
@@ -21,12 +21,12 @@ FLAGS = """
 --seq-length 64 --micro-batch-size 2 --global-batch-size 8 --mock-data --tokenizer-type NullTokenizer --vocab-size 256
 --lr 1e-3 --train-iters 8 --eval-iters 1 --hidden-dropout 0 --attention-dropout 0 --num-workers 0
 """
-# Attention over variable lengths, whose borders the loader leaves on the CPU.
+# Attention over documents of variable length, whose boundaries the loader leaves on the CPU.
 BORDERS = "--bf16 --reset-attention-mask --no-create-attention-mask-in-dataloader --eod-mask-loss"
 
 
 def build_model(**changes: object) -> GPTModel:
-    """Four experts in each of two layers, the same weights every time."""
+    """Builds a model with two layers of four experts, always with the same weights."""
     values = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "num_moe_experts": 4, "init_seed": 1}
     values |= {"gated_linear_unit": True, "activation_func": nn.functional.silu, "add_bias_linear": False}
     values |= {"moe_grouped_gemm": True, "moe_aux_loss_coeff": 1e-2, "hidden_dropout": 0.0, "attention_dropout": 0.0}
@@ -35,7 +35,7 @@ def build_model(**changes: object) -> GPTModel:
 
 
 def gradients(device: str) -> dict[str, torch.Tensor]:
-    """Returns the gradients of one batch's mean loss, on the CPU: each of its parameter's shape, fp32."""
+    """Returns the fp32 gradients of one batch's mean loss, by parameter name, on the CPU."""
     model = build_model().to(device)
     tokens = torch.arange(2 * 65).remainder(256).view(2, 65).to(device)
     positions = torch.arange(64, device=device).expand(2, 64)
@@ -44,7 +44,7 @@ def gradients(device: str) -> dict[str, torch.Tensor]:
 
 
 def train(folder: str, extra: str) -> list[float]:
-    """The losses of a run of pretrain_gpt.py in this process."""
+    """Runs pretrain_gpt.py in this process and returns the losses."""
     pretrain_gpt.main([*FLAGS.split(), *extra.split(), "--tensorboard-dir", folder])
     lines = [json.loads(line) for line in Path(folder, "steps.jsonl").read_text().splitlines()]
     return [line["lm_loss"] for line in lines if "lm_loss" in line]
