@@ -1,6 +1,6 @@
-"""Runs a function on N ranks forked from a warm server that has imported the slow modules.
+"""Runs a function on N ranks, forked from a warm server that has already imported the slow modules.
 
-Every call gets fresh processes, so no state, seed or group is left over from an earlier test. No pytest code here.
+Every call uses fresh processes, so no state, seed or group is left over from an earlier test. Independent of pytest.
 """
 
 import faulthandler
@@ -37,10 +37,10 @@ from megatron.tools.ports import free_port
 SEED = 1234
 ROOT = Path(__file__).resolve().parents[1]
 _GLOO_LOST_A_RANK = r"Connection (closed|reset) by peer|Timed out waiting|Broken pipe"
-GRACE_SECONDS = 10.0  # for the other ranks to end by themselves after the first failure
+GRACE_SECONDS = 10.0  # time in which other ranks may end by themselves after the first failure
 OUTLIVED_SECONDS = 10.0
-# Modules that are slow to import and that rank functions need. None starts a thread or calls CUDA: neither survives a
-# fork.
+# Modules that are slow to import and that rank functions need. None of them starts a thread or calls CUDA, since
+# neither survives a fork.
 PRELOAD = ["numpy", "pytest", "rich.progress", "tokenizers", "yaml"]
 PRELOAD += ["torch._dynamo", "torch.distributed.checkpoint", "torch.testing", "torch.utils.tensorboard"]
 PRELOAD += ["pretrain_gpt", "tests.warm_server"]
@@ -48,9 +48,9 @@ PRELOAD += ["pretrain_gpt", "tests.warm_server"]
 
 @dataclass
 class RankOutcome:
-    """The result of one rank: its value, or the error that ended it, and its output in either case.
+    """The outcome of one rank: its return value, or the error that ended it, and its output in both cases.
 
-    outlived: processes that the rank had forked were alive OUTLIVED_SECONDS after the last rank had ended.
+    outlived: whether processes forked by the rank were alive OUTLIVED_SECONDS after the last rank had ended.
     """
 
     rank: int
@@ -63,7 +63,7 @@ class RankOutcome:
 
     @property
     def exit_code(self) -> int:
-        """The exit status that a process of its own would have had."""
+        """The exit status that the function would have had as the main program of a process."""
         if isinstance(self.error, SystemExit):
             code = self.error.code
             return code if isinstance(code, int) else int(code is not None)
@@ -72,7 +72,7 @@ class RankOutcome:
 
 @dataclass(frozen=True)
 class _Job:
-    """One rank's share of a run, pickled to its process."""
+    """Settings of one rank, pickled and sent to its process."""
 
     rank: int
     world_size: int
@@ -85,11 +85,11 @@ class _Job:
 def run_on_ranks(
     fn: Callable[..., Any], world_size: int, *args: Any, backend: str | None = "gloo", timeout: float = 120
 ) -> list[Any]:
-    """Runs module-level `fn(*args)` on every rank of a fresh process group; returns the values in rank order.
+    """Runs module-level `fn(*args)` on every rank of a fresh process group, and returns the values in rank order.
 
-    Raises the error of the rank that failed first (errors that only report another rank's failure come last), with
-    the rank and its traceback as a note; TimeoutError, with every stuck rank's stack, when ranks do not end.
-    backend: None leaves init_process_group to `fn`; the environment is that of torchrun in any case.
+    Raises the error of the rank that failed first, with the rank and its traceback as a note; errors that only report
+    the failure of a different rank are raised last. Raises TimeoutError when ranks do not end, and prints their stacks.
+    backend: None leaves init_process_group to `fn`. The environment variables of torchrun are always set.
     """
     outcomes = launch_on_ranks(fn, world_size, *args, backend=backend, timeout=timeout)
     for outcome in outcomes:
@@ -112,7 +112,7 @@ def launch_on_ranks(
     grace: float = GRACE_SECONDS,
     env: Mapping[str, str] | None = None,
 ) -> list[RankOutcome]:
-    """Runs as run_on_ranks does, but returns the outcome of every rank, failed ones included, and raises nothing."""
+    """Runs like run_on_ranks, but returns the outcomes of all ranks, including failed ones, instead of raising."""
     call = pickle.dumps((fn, args))
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), **(env or {})}
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
@@ -132,7 +132,7 @@ def launch_on_ranks(
     return outcomes
 
 
-# In the parent.
+# Functions that run in the parent.
 
 
 def _start(job: _Job, call: bytes) -> tuple[BaseProcess, Connection]:
@@ -148,11 +148,11 @@ def _start(job: _Job, call: bytes) -> tuple[BaseProcess, Connection]:
 
 @cache
 def _warm_server() -> ForkServerContext:
-    """Starts the process that ranks are forked from, once; one thread, as BLAS libraries start theirs on import."""
+    """Starts the process that ranks are forked from, once. One thread, as BLAS libraries start threads on import."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    # torch asks NVML, not CUDA, whether there is a GPU: a process that has called CUDA must not fork.
-    # The server gets no sys.path of ours, and passes over what it cannot import.
+    # torch queries NVML instead of CUDA for GPUs, because a process that has called CUDA must not fork.
+    # The server does not inherit sys.path, and silently skips modules that it cannot import.
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     with patch.dict(os.environ, OMP_NUM_THREADS="1", PYTORCH_NVML_BASED_CUDA_CHECK="1", PYTHONPATH=path):
         forkserver.ensure_running()
@@ -160,7 +160,7 @@ def _warm_server() -> ForkServerContext:
 
 
 def _collect(started: list[tuple[BaseProcess, Connection]], *, deadline: float, grace: float) -> list[RankOutcome]:
-    """Waits for every rank's outcome; after the first failure for `grace` seconds only."""
+    """Waits for the outcomes of all ranks, for at most `grace` seconds after the first failure."""
     outcomes: dict[int, RankOutcome] = {}
     pending = {receiver: rank for rank, (_, receiver) in enumerate(started)}
     while pending:
@@ -196,7 +196,7 @@ def _receive(rank: int, started: tuple[BaseProcess, Connection]) -> RankOutcome:
 
 
 def _is_closed(receiver: Connection, *, until: float) -> bool:
-    """Whether a rank and what it has forked have ended: they all hold the other end of its pipe."""
+    """Returns whether a rank and its forked processes have ended, by waiting until all have closed the rank's pipe."""
     while receiver.poll(max(0.0, until - time.monotonic())):
         try:
             receiver.recv_bytes()
@@ -206,7 +206,7 @@ def _is_closed(receiver: Connection, *, until: float) -> bool:
 
 
 def _print_stacks(processes: list[BaseProcess]) -> None:
-    """Makes ranks that did not end write their stacks to their stderr, all before the first of them can fail."""
+    """Makes all ranks that did not end write their stacks to stderr, before any of them can fail as a consequence."""
     for process in processes:
         if process.is_alive() and process.pid is not None:
             os.kill(process.pid, signal.SIGUSR1)
@@ -219,7 +219,7 @@ def _named(ranks: list[int]) -> str:
 
 
 def _kill(process: BaseProcess) -> None:
-    """Ends a rank and what it started; each rank leads a process group of its own."""
+    """Kills a rank and its process group, which the rank leads."""
     if process.is_alive() and process.pid is not None:
         try:
             os.killpg(process.pid, signal.SIGKILL)
@@ -232,7 +232,7 @@ def _kill(process: BaseProcess) -> None:
 def _is_consequence(error: BaseException | None) -> bool:
     if isinstance(error, (RemoteRankError, TimeoutError, dist.DistError)):
         return True
-    # gloo's words for another rank that has ended, or that does not come.
+    # gloo's messages when another rank has ended or does not respond.
     return isinstance(error, RuntimeError) and re.search(_GLOO_LOST_A_RANK, str(error)) is not None
 
 
@@ -240,7 +240,7 @@ def _output_path(folder: Path, rank: int, name: str) -> Path:
     return folder / f"rank{rank}.{name}"
 
 
-# In the rank's process.
+# Functions that run in the rank's process.
 
 
 def _rank_main(job: _Job, call: bytes, sender: Connection) -> None:
@@ -252,23 +252,23 @@ def _rank_main(job: _Job, call: bytes, sender: Connection) -> None:
         if job.backend is not None:
             _init_process_group(job, job.backend)
         outcome.value = fn(*args)
-    except BaseException as error:  # whatever ends the function is what the parent asked for
+    except BaseException as error:  # any error is reported to the parent
         error.add_note(f"rank {job.rank} of {job.world_size}:\n{traceback.format_exc()}")
         outcome.error = error
     outcome.ended_at = time.monotonic()
     sys.stdout.flush()
     sys.stderr.flush()
     if recorder is not None:
-        recorder.finish()  # before the outcome is sent: the parent kills ranks as soon as it has all outcomes
+        recorder.finish()  # before the outcome is sent, since the parent kills ranks once it has all outcomes
     sender.send_bytes(_pickle(outcome))
     if outcome.error is None and dist.is_initialized():
         dist.destroy_process_group()
-    # A rank that failed leaves at once: closing its sockets is what tells the others.
+    # A failed rank exits immediately. The other ranks notice its failure by the closed sockets.
     os._exit(0)
 
 
 def _recorder() -> Any:
-    """Starts the recorder of tests/recording if this run of the tests is recorded; `coverage` is needed only then."""
+    """Starts the recorder of tests/recording if this test run is recorded. Only then is `coverage` imported."""
     if "RECORD_TESTS" not in os.environ:
         return None
     return importlib.import_module("tests.recording.recorder").record_this_process("rank")
@@ -281,9 +281,9 @@ def _prepare_process(job: _Job) -> None:
             os.dup2(stream.fileno(), descriptor)
     sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     faulthandler.register(signal.SIGUSR1)
-    faulthandler.dump_traceback_later(job.timeout + 60, exit=True)  # should the parent die meanwhile
+    faulthandler.dump_traceback_later(job.timeout + 60, exit=True)  # in case the parent dies
     rank, size = str(job.rank), str(job.world_size)
-    # The server still has the environment of the moment it was started.
+    # The server has the environment variables from the time when it was started.
     os.environ.clear()
     os.environ.update(
         job.environment, OMP_NUM_THREADS="1", RANK=rank, WORLD_SIZE=size, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=size
@@ -301,16 +301,16 @@ def _init_process_group(job: _Job, backend: str) -> None:
     dist.init_process_group(
         backend, store=store, rank=job.rank, world_size=job.world_size, timeout=timedelta(seconds=job.timeout + 60)
     )
-    # A rank that ends at once would close its sockets while others still connect to it.
+    # Otherwise a rank that ends immediately could close its sockets while other ranks still connect to it.
     store.set(f"connected {job.rank}", "")
     store.wait([f"connected {rank}" for rank in range(job.world_size)])
 
 
 def _pickle(outcome: RankOutcome) -> bytes:
-    """The outcome's bytes; a value or an error that cannot be pickled becomes an error that says so."""
+    """Pickles an outcome. If its value or error cannot be pickled, a RuntimeError with the message replaces it."""
     try:
         data = pickle.dumps(outcome)
-        pickle.loads(data)  # an exception class with its own __init__ may fail only here
+        pickle.loads(data)  # exceptions with a custom __init__ may fail only here
         return data
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         cause = outcome.error or error

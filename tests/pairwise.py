@@ -1,4 +1,4 @@
-"""Chooses few cases out of a large product of options. Holds no tests."""
+"""Chooses a few cases that cover all pairs of options. Contains no tests."""
 
 from collections.abc import Callable, Sequence
 from itertools import combinations, product
@@ -8,14 +8,14 @@ Case = dict[str, Any]
 
 
 def pairwise(*, allowed: Callable[[Case], bool] = lambda case: True, **values: Sequence[Any]) -> list[Case]:
-    """Returns cases {option: value} in which every two values of different options meet at least once.
+    """Returns cases {option: value} such that every two values of different options occur together in some case.
 
-    Pairs that meet in no allowed case are left out. The choice is deterministic: every round takes the case with most
-    pairs that have not met yet, the first one in the order of the product.
+    Pairs that occur in no allowed case are ignored. The choice is deterministic: every round adds the case with the
+    most uncovered pairs, or the first of these cases in the order of the product.
 
-    allowed: tells whether a complete case can run.
+    allowed: returns whether a complete case can run.
     """
-    # A case is a row of positions, as values need not be hashable.
+    # Cases are represented by indices, as values need not be hashable.
     rows = [
         row for row in product(*(range(len(options)) for options in values.values())) if allowed(_case(values, row))
     ]

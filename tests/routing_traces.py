@@ -1,4 +1,4 @@
-"""Writes traces of routing that tests invent. Holds no tests."""
+"""Writes routing traces with made-up data. Contains no tests."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -9,9 +9,9 @@ from megatron.training.callbacks.routing_trace import RoutingHeader, step_line
 
 
 def write_trace(path: Path, header: RoutingHeader, steps: Iterable[Mapping[int, Tensor]]) -> None:
-    """Writes what a run of iterations 1, 2, ... would have recorded.
+    """Writes the routing trace of a run with iterations 1, 2, ...
 
-    steps: tokens of each expert by layer, [micro-batches, ranks, experts], int64, for each iteration.
+    steps: for each iteration, the tokens of each expert by layer number: [micro-batches, ranks, experts], int64.
     """
     lines = [step_line(iteration, tokens) for iteration, tokens in enumerate(steps, 1)]
     path.write_bytes(b"".join([header.line(0), *lines]))

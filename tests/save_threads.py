@@ -1,10 +1,10 @@
-"""Waits for saves beside training without a call to them. No test here."""
+"""Waits for background saves by their threads. Contains no tests."""
 
 import threading
 
 
 def join_save_threads() -> None:
-    """Waits until each save that runs beside training in this process has ended, for up to a minute each."""
+    """Waits until all background saves of this process have ended, for up to a minute each."""
     for thread in threading.enumerate():
         if thread.name == "checkpoint save":
             thread.join(60)

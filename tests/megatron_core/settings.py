@@ -1,6 +1,6 @@
-"""The runs of the fixtures, as flags of this project; write_fixtures.py has the same runs in the other one's terms.
+"""The runs of the fixtures as flags of this project. write_fixtures.py configures the same runs for megatron-core.
 
-Imports nothing of either project, so that both can read it.
+Imports neither project, so that programs of both can import it.
 """
 
 STEPS, FURTHER = 3, 5
@@ -20,10 +20,10 @@ _EXPERTS = (
     "--moe-token-dispatcher-type alltoall --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 "
     "--moe-router-dtype fp64"
 ).split()
-# By case: flags in addition to FLAGS, without a layout.
+# Flags of each case in addition to FLAGS, without flags of the layout.
 _CASES: dict[str, list[str]] = {"dense": [], "experts": _EXPERTS, "masters": ["--bf16"]}
 
 
 def case_flags(case: str) -> list[str]:
-    """Returns the flags of a case that FLAGS lacks."""
+    """Returns the flags of a case in addition to FLAGS."""
     return list(_CASES[case])

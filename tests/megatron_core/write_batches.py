@@ -1,6 +1,6 @@
-"""Writes the batches that this project's made-up data gives a run of Settings, for write_fixtures.py.
+"""Writes the batches of mock data that a run with the flags of settings.py reads, for write_fixtures.py.
 
-`python -m tests.megatron_core.write_batches`; only needed when the data or its order changes.
+Run `python -m tests.megatron_core.write_batches` when the mock data or its order changes.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ BATCHES = Path(__file__).parent / "fixtures" / "batches.npz"
 
 
 def main() -> None:
-    """Trains for all steps in one process and keeps the tokens that it reads, [steps, samples, S + 1]."""
+    """Trains all steps in one process and writes the tokens that it reads: [steps, samples, S + 1]."""
     seen: list[torch.Tensor] = []
     get_batch = pretrain_gpt.get_batch
 

@@ -1,14 +1,15 @@
-"""Writes the fixtures with the package megatron-core itself, or goes on there from a checkpoint of this project.
+"""Writes the fixtures with the package megatron-core, or continues with it from a checkpoint of this project.
 
-Not a test: run it where that package is installed and this project's `megatron` is not on the path, on CPU,
+Not a test. Run it on the CPU, where that package is installed and this project's `megatron` is not on the path:
 
     torchrun --nproc-per-node RANKS write_fixtures.py CASE write FOLDER      trains STEPS, saves, trains FURTHER steps
     torchrun --nproc-per-node RANKS write_fixtures.py CASE continue FOLDER   loads, trains FURTHER steps
 
-`continue` takes the optimizer that is not distributed: without Apex, megatron-core 0.16.1 cannot load into the other.
+`continue` uses the optimizer that is not distributed, because without Apex megatron-core 0.16.1 cannot load the state
+of the distributed one.
 
-Both print the losses of the further steps as JSON, and `write` keeps them in FOLDER/losses.json. README.md says which
-versions wrote what is here.
+Both print the losses of the further steps as JSON, and `write` also stores them in FOLDER/losses.json. README.md lists
+the versions that wrote the fixtures.
 """
 
 import argparse
@@ -29,7 +30,7 @@ from settings import FURTHER, STEPS
 
 BATCHES = Path(__file__).parent / "fixtures" / "batches.npz"
 MICRO_BATCH, GLOBAL_BATCH, SEQUENCE = 2, 4, 16
-# By case: tensor- and expert-parallel ranks, whether the optimizer is distributed, whether weights are bf16.
+# Each case's tensor- and expert-parallel sizes, whether the optimizer is distributed, and whether weights are bf16.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dense": {"tensor": 2, "expert": 1, "distributed": True, "bf16": False},
     "experts": {"tensor": 1, "expert": 2, "distributed": True, "bf16": False},
@@ -56,7 +57,7 @@ EXPERTS = {
 
 
 class _OnCPU(TorchFunctionMode):
-    """Gives tensors that the package wants on a GPU to the CPU, and calls their types a GPU's."""
+    """Creates tensors on the CPU that the package requests on a GPU, and reports GPU tensor types for them."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -79,7 +80,7 @@ def _host(value: Any) -> Any:
 
 
 def without_a_gpu() -> None:
-    """Replaces what the package asks of torch.cuda, and of Transformer Engine, in models that need neither."""
+    """Replaces the functions of torch.cuda and Transformer Engine that the package calls even without a GPU."""
     warnings.filterwarnings("ignore")
     for module in (torch.cuda, torch.cuda.random):
         module.get_rng_state = lambda device=None: torch.get_rng_state()
@@ -95,7 +96,7 @@ def without_a_gpu() -> None:
 
 
 class Run:
-    """A model with its optimizer and schedule, as a training script of that package builds them."""
+    """A model with its optimizer and scheduler, built as in a training script for megatron-core."""
 
     def __init__(self, case: str, *, distributed: bool) -> None:
         from megatron.core import parallel_state, tensor_parallel
@@ -181,7 +182,7 @@ class Run:
         self.tokens = torch.from_numpy(numpy.load(BATCHES)["tokens"].astype(numpy.int64))
 
     def step(self) -> float:
-        """Trains one step; returns the loss over the global batch."""
+        """Trains one step and returns the mean loss of the global batch."""
         from megatron.core import parallel_state
         from megatron.core.distributed import finalize_model_grads
         from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
@@ -196,7 +197,7 @@ class Run:
         mask = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
         positions = torch.arange(SEQUENCE).expand(MICRO_BATCH, SEQUENCE)
         for number in range(count):
-            # The samples of a step are dealt to ranks in turns of a micro-batch.
+            # Micro-batches of a step are assigned to the ranks in round-robin order.
             first = (number * ranks + rank) * MICRO_BATCH
             samples = self.tokens[self.iteration, first : first + MICRO_BATCH]
             losses = self.ddp(samples[:, :-1], positions, mask, labels=samples[:, 1:])
@@ -211,7 +212,7 @@ class Run:
         return total.item() / ranks
 
     def state(self, *, is_loading: bool) -> dict[str, Any]:
-        """Everything that a training script keeps in a distributed checkpoint, but for generators."""
+        """Returns the contents of a training script's distributed checkpoint, except for random generator states."""
         model = self.model.sharded_state_dict()
         sharding = {"distrib_optim_sharding_type": "fully_reshardable"}
         kind = {"metadata": sharding} if self.layout["distributed"] else {}
@@ -256,7 +257,7 @@ class Run:
         }
 
     def save(self, folder: Path) -> None:
-        """Writes FOLDER/iter_NNNNNNN and the tracker."""
+        """Writes a checkpoint to FOLDER/iter_NNNNNNN, and the tracker."""
         from megatron.core import dist_checkpointing
 
         target = folder / f"iter_{self.iteration:07d}"
@@ -268,7 +269,7 @@ class Run:
             (folder / "latest_checkpointed_iteration.txt").write_text(str(self.iteration), encoding="utf-8")
 
     def load(self, folder: Path) -> None:
-        """Restores all of `save`."""
+        """Restores the state written by `save`."""
         from megatron.core import dist_checkpointing
 
         iteration = int((folder / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8"))
@@ -280,7 +281,7 @@ class Run:
 
 
 def main(case: str, mode: str, folder: Path) -> None:
-    """Trains, and prints the losses of the further steps."""
+    """Writes a fixture or continues a checkpoint, and prints the losses of the further steps."""
     dist.init_process_group("gloo")
     without_a_gpu()
     run = Run(case, distributed=mode == "write" and LAYOUTS[case]["distributed"])
@@ -299,7 +300,7 @@ def main(case: str, mode: str, folder: Path) -> None:
 
 
 def _names_alone(kind: Any, error: BaseException, trace: Any) -> None:
-    # A whole traceback would print lines of the other project's source.
+    # A full traceback would print source lines of megatron-core.
     places = []
     while trace is not None:
         code = trace.tb_frame.f_code

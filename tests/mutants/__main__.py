@@ -1,14 +1,14 @@
-"""Finds tests that notice faults: puts each of faults.yaml into a copy of a commit and runs the tests of its lines.
+"""Finds the tests that notice faults: puts each fault of faults.yaml into a copy of a commit, and runs its tests.
 
     python -m tests.mutants RECORD [--only TEXT] [--again NAME]
     python -m tests.mutants --base COMMIT [--whole-suite]
     python -m tests.mutants --table
 
-RECORD: a folder of tests/recording; it says which tests run a fault's lines. Results are stored in results.json as
-they are found, so an interrupted run goes on; tables are written to results.txt. --base runs the faults that were not
-noticed with the tests of an older commit. --table prints the stored results.
-Exit status: 0 if every fault was noticed, 1 if one was not, 2 if one cannot be put in or a commit cannot be read, 130
-if Ctrl-C stopped the run.
+RECORD: a folder written by tests/recording, which lists the tests that run a fault's lines. Results are stored in
+results.json as soon as they are known, so an interrupted run can continue. Tables are written to results.txt.
+--base runs the faults that no test noticed with the tests of an older commit. --table prints the stored results.
+Exit status: 0 if every fault was noticed, 1 if a fault was missed, 2 if a fault cannot be put in or a commit cannot be
+read, 130 if Ctrl-C stopped the run.
 """
 
 import argparse
@@ -25,12 +25,12 @@ from tests.mutants.trials import Trials
 
 ROOT = Path(__file__).resolve().parents[2]
 COLLECTION_SECONDS = 600.0
-LIMIT = 300.0  # seconds for a fault
+LIMIT = 300.0  # seconds per fault
 BASE_LIMIT = 1800.0
 
 
 def main(argv: Sequence[str] | None = None, *, root: Path = ROOT) -> int:
-    """Returns the exit status. root: the repository whose commits are tried."""
+    """Runs the command line and returns the exit status. root: the repository whose commits are tested."""
     options = _parse(argv)
     results = Results.read(options.results)
     try:
@@ -78,7 +78,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _run(named: list[Mutant], results: Results, options: argparse.Namespace, *, folder: Path, root: Path) -> None:
-    """Tries the faults that have no valid result; raises ValueError if one cannot be put in."""
+    """Tries the faults without a valid result. Raises ValueError if a fault cannot be put in."""
     version = Version.at(root, options.commit)
     sound = export(version.commit, folder / "sound", root=root)
     for fault in named:
@@ -99,7 +99,7 @@ def _run(named: list[Mutant], results: Results, options: argparse.Namespace, *, 
 
 
 def _run_base(named: list[Mutant], results: Results, options: argparse.Namespace, *, folder: Path, root: Path) -> None:
-    """Tries the faults that nothing noticed with the product and the tests of an older commit."""
+    """Tries the faults that no test noticed with the product and the tests of an older commit."""
     version = Version.at(root, options.base)
     sound = export(version.commit, folder / "sound", root=root)
     limit = options.limit or BASE_LIMIT
@@ -126,7 +126,7 @@ def _commit_of(record: Path) -> str:
 
 
 def _slow_tests(sound: Path, work: Path, record: Record) -> dict[str, float]:
-    """Collects every test of the sound tree; returns the slow ones with their recorded seconds."""
+    """Collects every test of the sound tree, and returns the slow tests with their recorded seconds."""
     run = run_tests(sound, EVERYTHING, work=work, seconds=COLLECTION_SECONDS, marks="not soak", collect_only=True)
     if run.failures or run.out_of_time:
         raise ValueError(f"the tests cannot be collected without a fault: {run.failures or 'out of time'}")

@@ -1,6 +1,6 @@
-"""Runs chosen tests of a tree in a process of their own, with time limits for each test and for all of them.
+"""Runs chosen tests of a tree in a separate process, with time limits for each test and for the whole run.
 
-plugin/chosen_tests.py is the part that runs inside pytest. Does not know faults.
+plugin/chosen_tests.py is the part that runs inside pytest. This module is independent of faults.
 """
 
 import json
@@ -18,14 +18,14 @@ from pathlib import Path
 from typing import Any
 
 PLUGIN = Path(__file__).parent / "plugin"
-MARKER = "MUTANT_RUN"  # an environment variable by which processes that outlive a run are found
+MARKER = "MUTANT_RUN"  # environment variable that marks the processes of a run, to find those that outlive it
 PROCESSES = Path("/proc")
 POLL_SECONDS = 0.1
 NO_TEST = "tests/conftest.py"  # stands for a run that ended before it collected its tests
 
-# The ids to run of each test file, in the order of their run; None: every test of the file.
+# For each test file, the ids to run, in order; None stands for every test of the file.
 Chosen = Mapping[str, Sequence[str] | None]
-EVERYTHING: Chosen = {}  # the files that pytest finds by itself
+EVERYTHING: Chosen = {}  # all files that pytest collects by default
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class Failure:
 
 @dataclass
 class TestRun:
-    """The outcome of a run. complete: it ran every chosen test; out_of_time: its seconds were over first."""
+    """The outcome of a run. complete: every chosen test was run. out_of_time: the time limit ended the run."""
 
     __test__ = False
 
-    chosen: dict[str, bool] = field(default_factory=dict)  # whether it is slow, by test
+    chosen: dict[str, bool] = field(default_factory=dict)  # test id -> whether the test is slow
     ended: list[str] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     seconds: float = 0.0
@@ -53,19 +53,19 @@ class TestRun:
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds. A test hangs when it takes longer than `test`, and than `factor` times its recorded seconds."""
+    """Time limits. A test hangs if it takes longer than both `test` seconds and `factor` times its recorded seconds."""
 
     test: float = 60.0
     factor: float = 10.0
     recorded: Mapping[str, float] = field(default_factory=dict)
 
     def seconds(self, test: str) -> float:
-        """Returns the seconds after which `test` hangs."""
+        """Returns the number of seconds after which `test` counts as hanging."""
         return max(self.test, self.factor * self.recorded.get(test, 0.0))
 
 
 class Stopped(Exception):
-    """Another thread asked for the end of all runs."""
+    """Raised when another thread has requested the end of all runs."""
 
 
 def run_tests(
@@ -81,9 +81,9 @@ def run_tests(
     collect_only: bool = False,
     stop: threading.Event | None = None,
 ) -> TestRun:
-    """Runs tests with the code of `tree` until `failures` of them have failed or `seconds` are over.
+    """Runs tests with the code of `tree` until `failures` tests have failed or `seconds` have passed.
 
-    work: an empty folder for temporary files and caches. marks: as pytest's -m. skip: ids not to run.
+    work: an empty folder for temporary files and caches. marks: pytest's -m expression. skip: ids not to run.
     Raises Stopped when `stop` is set.
     """
     plan, events, started = work / "plan.json", work / "events.jsonl", time.monotonic()
@@ -114,14 +114,14 @@ def run_tests(
 
 
 class _Watch:
-    """Follows the events of a run, and judges how it ended."""
+    """Follows the events of a run and determines how it ended."""
 
     def __init__(self, process: "subprocess.Popen[bytes]", events: Path, limits: Limits) -> None:
         self.run = TestRun()
         self._process, self._limits = process, limits
         self._events = events.open(encoding="utf-8")
         self._unread = ""
-        self._current: tuple[str, float] | None = None  # the test that runs, and since when
+        self._current: tuple[str, float] | None = None  # the running test and its start time
 
     def until(self, deadline: float, stop: threading.Event | None) -> None:
         """Returns when the run has ended, a test hangs, or the deadline has passed."""
@@ -148,7 +148,7 @@ class _Watch:
         if self._current is not None:
             self._fail(self._current[0], "crashed", f"pytest ended with status {status}")
         elif status not in (0, 1, 5) and not self.run.failures:
-            # Such as an error while conftest.py is imported.
+            # For example, an error while conftest.py is imported.
             self._fail(NO_TEST, "not collected", f"pytest ended with status {status}")
 
     def _read_events(self) -> None:
@@ -177,7 +177,7 @@ class _Watch:
 
 
 def _environment(tree: Path, work: Path, plan: Path) -> dict[str, str]:
-    """Returns the environment of a run: its own temporary folder and caches, nothing of a run around it."""
+    """Returns the environment of a run: separate temporary folder and caches, and no variables of an outer run."""
     places = {name: work / name.lower() for name in ("TMPDIR", "XDG_CACHE_HOME", "TRITON_CACHE_DIR")}
     for place in places.values():
         place.mkdir()
@@ -194,14 +194,14 @@ def _environment(tree: Path, work: Path, plan: Path) -> dict[str, str]:
 
 
 def _end(process: "subprocess.Popen[bytes]", marker: str) -> None:
-    """Ends a run with its process group, and ranks and programs that lead groups of their own."""
+    """Kills a run: its process group, and marked processes that lead other groups, such as ranks and programs."""
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     text = f"{MARKER}={marker}".encode()
-    # Twice: a process may fork while the others are looked at.
+    # Two passes, since a process may fork during the first.
     for _ in range(2):
         for path in PROCESSES.glob("[0-9]*/environ"):
-            with suppress(OSError):  # it has ended, or belongs to another user
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 if text in path.read_bytes():
                     os.kill(int(path.parent.name), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Results of the faults: what noticed each, stored in results.json and printed as tables. Runs nothing."""
+"""Results by fault: the test that noticed it. Stored in results.json and printed as tables. Runs no tests."""
 
 import hashlib
 import io
@@ -24,23 +24,23 @@ NUM_DEAREST = 60  # rows of the list of slow tests
 
 @dataclass(frozen=True)
 class Mutant(Fault):
-    """A fault that a test must notice. breaks: the property that no longer holds, in one sentence."""
+    """A fault that a test must notice. breaks: the property that the fault violates, in one sentence."""
 
     breaks: str
 
     @property
     def text_hash(self) -> str:
-        """A hash of what the fault changes."""
+        """Hash of the fault's file, old text and new text."""
         return hashlib.sha256("\0".join((self.file, self.old, self.new)).encode()).hexdigest()[:16]
 
     @property
     def package(self) -> str:
-        """The folder of its file."""
+        """Folder of the changed file."""
         return self.file.rpartition("/")[0] or "."
 
 
 def read_mutants(path: Path) -> list[Mutant]:
-    """Reads faults; raises TypeError for an entry with unknown or missing keys, ValueError for a name used twice."""
+    """Reads faults. Raises TypeError for an entry with unknown or missing keys, ValueError for a duplicate name."""
     faults = [Mutant(**entry) for entry in yaml.safe_load(path.read_text(encoding="utf-8")) or ()]
     twice = [name for name, count in Counter(fault.name for fault in faults).items() if count > 1]
     if twice:
@@ -50,7 +50,7 @@ def read_mutants(path: Path) -> list[Mutant]:
 
 @dataclass(frozen=True)
 class Version:
-    """A commit, and hashes of the files that results depend on: product, and tests without those of this folder."""
+    """A commit, and hashes of the files that results depend on: the product, and the tests outside tests/mutants."""
 
     commit: str
     product: str
@@ -58,7 +58,7 @@ class Version:
 
     @classmethod
     def at(cls, root: Path, commit: str) -> "Version":
-        """Reads the version `commit` of the repository `root`; raises ValueError if there is no such commit."""
+        """Reads the version `commit` of the repository `root`. Raises ValueError if there is no such commit."""
         full = _git(root, "rev-parse", "--verify", f"{commit}^{{commit}}").strip()
         tests = _git(root, "ls-tree", "-r", full, "--", "tests").splitlines()
         tests = [line for line in tests if "\ttests/mutants/" not in line]
@@ -78,10 +78,10 @@ def _git(root: Path, *words: str) -> str:
 
 @dataclass
 class Result:
-    """The outcome of a fault in a version. tier: fast or slow, of the first test that noticed it.
+    """The outcome of a fault in a version. tier: fast or slow, the tier of the first test that noticed the fault.
 
-    also: a second test, if slow tests alone noticed the fault. fits: False if the version lacks the fault's text.
-    out_of_time: chosen tests were left after `limit` seconds. broken: tests that fail without the fault.
+    also: a second test, if only slow tests noticed the fault. fits: False if the version lacks the fault's text.
+    out_of_time: whether chosen tests were left after `limit` seconds. broken: tests that fail without the fault.
     """
 
     text: str
@@ -103,7 +103,7 @@ class Result:
 
 @dataclass
 class Results:
-    """Results by the fault's name: of the suite, and of an older suite for faults that the suite missed."""
+    """Results by the fault's name. faults: of the current suite. base: of an older suite, for faults that it missed."""
 
     path: Path
     faults: dict[str, Result] = field(default_factory=dict)
@@ -112,13 +112,13 @@ class Results:
 
     @classmethod
     def read(cls, path: Path) -> "Results":
-        """Reads what an earlier run stored, if there was one."""
+        """Reads the results of an earlier run, or returns empty results if there are none."""
         stored: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         parts = {name: {key: Result(**one) for key, one in stored.get(name, {}).items()} for name in ("faults", "base")}
         return cls(path, **parts, slow=stored.get("slow", {}))
 
     def write(self) -> None:
-        """Stores the results, so that an interrupted run can go on."""
+        """Stores the results, so that an interrupted run can continue."""
         tried = {"faults": self.faults, "base": self.base}
         parts = {name: {key: asdict(one) for key, one in found.items()} for name, found in tried.items()}
         written = self.path.with_suffix(".part")
@@ -128,10 +128,10 @@ class Results:
     def is_known(
         self, fault: Mutant, version: Version, *, limit: float, tree: Path | None = None, base: bool = False
     ) -> bool:
-        """Whether the fault need not run: same text, same product.
+        """Returns whether a stored result is still valid, which requires the same fault text and product.
 
-        If a test noticed it, `tree` still has that test. If nothing did, also the same tests, all of which ran or which
-        had at least `limit` seconds.
+        If a test noticed the fault, `tree` must still contain the test. If no test did, the tests must be unchanged,
+        and all of them must have run unless the limit was already `limit` seconds or more.
         """
         result = (self.base if base else self.faults).get(fault.name)
         if result is None or (result.text, result.product) != (fault.text_hash, version.product):
@@ -153,7 +153,7 @@ def _has_test(tree: Path, test: str) -> bool:
 
 
 def print_tables(faults: Sequence[Mutant], results: Results, tree: Path, *, file: IO[str] | None = None) -> None:
-    """Prints every fault, sums by package and kind, shares, and slow tests that were never needed."""
+    """Prints all faults, sums by package and kind, shares, and slow tests that were never needed to notice a fault."""
     width = 230 if file is not None or not sys.stdout.isatty() else None
     console = Console(width=width, file=file, highlight=False, markup=False)
     known = [fault for fault in faults if fault.name in results.faults]
@@ -243,7 +243,7 @@ def _shares(faults: Sequence[Mutant], results: Results) -> Iterator[str]:
 
 
 def _unneeded(faults: Sequence[Mutant], results: Results) -> Iterator[str]:
-    """Lists slow tests that were never the only ones to notice a fault."""
+    """Returns the slow tests that were never the only tests to notice a fault."""
     found = [results.faults[fault.name] for fault in faults]
     only = {one.noticed_by for one in found if one.tier == "slow" and one.also is None}
     noticing = Counter(test for one in found for test in (one.noticed_by, one.also))

@@ -1,15 +1,15 @@
-"""Chooses the tests for a fault: those that run its lines, by a record of the tests (tests/recording), and their order.
+"""Chooses and orders the tests for a fault by a record (tests/recording) of the lines that each test runs.
 
 [Note: Which tests]
-A fault is looked for at three levels, until FEW tests are found: its statements, the function around them, all
-functions of its file and of the files that import it. What runs at import or in a cached function is recorded for one
-test, or for none, so such faults start at the third level.
-Tests that share a run (a module fixture, a cached function) run none of its lines themselves, except for the first. So
-a file with such a run runs whole. So does a test file that has changed since the record, if it imports the file or its
-package or one of its recorded tests is found: its new tests are not recorded.
-Files run in this order: changed ones that import the file, then level by level, and in a level by (seconds of their
-chosen tests) x (lines that one of them runs): cheap tests of little code first. Then changed ones that import the
-package, and the rules of tests/structure.
+Tests are searched at three levels until FEW tests are found: tests that run the fault's statements, tests that run the
+function around them, and tests that run any function of the fault's file or of the files that import it. Lines that run
+at import or in a cached function are recorded for only one test, or for none, so such faults start at the third level.
+If tests share a run (a module fixture, a cached function), its lines are recorded only for the first of them. Therefore
+all tests of a file with a shared run are chosen. The same applies to a test file that has changed since the record, as
+its new tests are not recorded, if it imports the fault's file or package or if one of its recorded tests is chosen.
+Test files run in this order: changed files that import the fault's file; then level by level, and within a level by
+(seconds of their chosen tests) x (median lines that a test runs), so that cheap tests of little code run first; then
+changed files that import the package; then the rules of tests/structure.
 """
 
 import ast
@@ -48,19 +48,19 @@ Lines = dict[str, set[int]]  # by file
 
 @dataclass
 class Record:
-    """CPU seconds of each test, the most lines that one of its processes ran, and the tests found for each fault."""
+    """CPU seconds of each test, the maximum number of lines that one of its processes ran, and tests of each fault."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     num_lines: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    tests: dict[str, list[set[str]]] = field(default_factory=dict)  # by fault, a set per level
+    tests: dict[str, list[set[str]]] = field(default_factory=dict)  # for each fault, one set per level
 
 
 def choose_all(
     faults: Sequence[Fault], tree: Path, *, folder: Path, root: Path, record_commit: str, commit: str
 ) -> tuple[dict[str, Chosen], Record]:
-    """Returns the tests of each fault, by its name, and the record in `folder`, which was made at `record_commit`.
+    """Returns the chosen tests by fault name, and the record in `folder`, which was made at `record_commit`.
 
-    tree: holds the files of `commit` of the repository `root`.
+    tree: a folder with the files of `commit` of the repository `root`.
     """
     changed = _git(root, "diff", "--name-only", record_commit, commit).splitlines()
     mapped = _RecordedLines(root, record_commit, set(changed))
@@ -71,7 +71,7 @@ def choose_all(
 
 
 def read_record(folder: Path, levels: Mapping[str, Sequence[Lines]]) -> Record:
-    """Reads a record once: costs of all tests, and which of them run which fault's lines."""
+    """Reads the costs of all tests and the tests that run each fault's lines in a single pass over a record."""
     record = Record(tests={fault: [set() for _ in places] for fault, places in levels.items()})
     by_file: dict[str, list[tuple[set[int], set[str]]]] = defaultdict(list)
     for fault, places in levels.items():
@@ -82,7 +82,7 @@ def read_record(folder: Path, levels: Mapping[str, Sequence[Lines]]) -> Record:
         test = entry["test"]
         if "::" not in test:
             continue
-        if entry["kind"] != "program":  # its time is also among the children of the test that waited for it
+        if entry["kind"] != "program":  # its time is also counted as children's time of the test that waited for it
             record.seconds[test] += entry["cpu"] + entry["children"]
         record.num_lines[test] = max(record.num_lines[test], sum(map(len, entry["lines"].values())))
         for name, covered in entry["lines"].items():
@@ -121,7 +121,7 @@ def _ordered(tests: Iterable[str], record: Record) -> Iterator[tuple[str, list[s
 
 
 def _shares_runs(name: str, tree: Path) -> bool:
-    """Whether a test file, or a helper of tests that it imports, has a run that its tests share."""
+    """Returns whether tests of a file share a run, defined in the file or in a test helper that it imports."""
     text = (tree / name).read_text(encoding="utf-8")
     helpers = {found.replace(".", "/") + ".py" for found in re.findall(r"^from (tests\.[\w.]+) import", text, re.M)}
     texts = [path.read_text(encoding="utf-8") for path in _existing(tree, helpers - {"tests/harness.py"})]
@@ -136,7 +136,7 @@ def _existing(tree: Path, names: Iterable[str]) -> list[Path]:
 
 
 def levels_of(fault: Fault, tree: Path) -> list[Lines]:
-    """Returns the fault's lines in `tree`, at each level of [Note: Which tests] that is of use."""
+    """Returns the fault's lines in `tree`, for each applicable level of [Note: Which tests]."""
     text = (tree / fault.file).read_text(encoding="utf-8")
     syntax = ast.parse(text)
     statements: set[int] = set()
@@ -156,7 +156,7 @@ def levels_of(fault: Fault, tree: Path) -> list[Lines]:
 
 
 def changed_lines(before: str, after: str) -> set[int]:
-    """Returns the lines of `before` that differ in `after`; where lines are added, those around them."""
+    """Returns the line numbers of `before` that differ in `after`, and for insertions the surrounding lines."""
     old, new = before.splitlines(), after.splitlines()
     lines: set[int] = set()
     for kind, start, end, _, _ in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes():
@@ -168,7 +168,7 @@ def changed_lines(before: str, after: str) -> set[int]:
 
 
 def _statement(syntax: ast.Module, line: int) -> set[int]:
-    """Returns the lines of the innermost statement at `line`; of a compound statement, those of its head."""
+    """Returns the lines of the innermost statement at `line`. For a compound statement, returns the head's lines."""
     around = [node for node in ast.walk(syntax) if isinstance(node, ast.stmt) and _first(node) <= line <= _last(node)]
     if not around:
         return {line}
@@ -177,7 +177,7 @@ def _statement(syntax: ast.Module, line: int) -> set[int]:
 
 
 def _function(syntax: ast.Module, line: int) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
-    """Returns the innermost function that has `line` in its body."""
+    """Returns the innermost function whose body contains `line`."""
     around = [node for node in ast.walk(syntax) if isinstance(node, _FUNCTIONS) and line in _body(node)]
     return min(around, key=lambda node: _last(node) - _first(node), default=None)
 
@@ -204,14 +204,14 @@ def _last(node: ast.stmt) -> int:
 
 
 class _RecordedLines:
-    """Maps lines of a tree to those of the version that was recorded."""
+    """Maps line numbers of a tree to line numbers of the recorded version."""
 
     def __init__(self, root: Path, commit: str, changed: set[str]) -> None:
         self._root, self._commit, self._changed = root, commit, changed
         self._maps: dict[str, dict[int, int]] = {}
 
     def of(self, lines: Lines, tree: Path) -> Lines:
-        """Returns the recorded version's numbers of `lines`, without lines that it does not have."""
+        """Returns the line numbers of `lines` in the recorded version, without lines that it lacks."""
         return {name: self._numbers(name, numbers, tree) for name, numbers in lines.items()}
 
     def _numbers(self, name: str, numbers: set[int], tree: Path) -> set[int]:
@@ -226,7 +226,7 @@ class _RecordedLines:
 
 
 def file_at(root: Path, commit: str, name: str) -> str:
-    """Returns a file's text at a commit; empty if it was not there."""
+    """Returns a file's text at a commit, or an empty string if the commit lacks the file."""
     shown = subprocess.run(["git", "show", f"{commit}:{name}"], cwd=root, capture_output=True, text=True, check=False)
     return shown.stdout
 
@@ -235,11 +235,11 @@ def _git(root: Path, *words: str) -> str:
     return subprocess.run(["git", *words], cwd=root, capture_output=True, text=True, check=True).stdout
 
 
-# Who imports whom.
+# Imports between files.
 
 
 def module_name(file: str) -> str:
-    """megatron/core/timers.py -> megatron.core.timers"""
+    """Returns the module name of a path: megatron/core/timers.py -> megatron.core.timers."""
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
@@ -269,9 +269,9 @@ def _is_test_file(name: str) -> bool:
 
 
 def choose_without_record(file: str, tree: Path, *, whole_suite: bool) -> Chosen:
-    """Returns test files that import the module `file` or use its public names, then those that import an importer.
+    """Returns test files that import the module `file` or use its public names, then files that import an importer.
 
-    whole_suite: then all others. In each group, the smallest file first.
+    whole_suite: whether all other test files follow. Each group is sorted by size, smallest file first.
     """
     tests = [path.relative_to(tree).as_posix() for path in sorted(tree.glob("tests/**/test_*.py"))]
     tests.sort(key=lambda name: (tree / name).stat().st_size)

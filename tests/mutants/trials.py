@@ -1,9 +1,10 @@
-"""Tries faults: a copy of a sound tree for each, its chosen tests in up to three pytest runs, checks of what failed.
+"""Tries faults: for each, runs chosen tests in a copy of a sound tree, and checks which failures the fault caused.
 
 [Note: Noticed]
 A fault is noticed by the first test that fails, hangs or crashes with it, and that passes alone in the sound tree. A
-test that fails there too is broken: it is dropped, and the others go on. So is a test that passes with the fault when
-it is repeated alone, unless it hung or its file could not be collected: the first failure had another cause.
+test that also fails in the sound tree is broken. It is dropped, and the other tests continue. A test that passes with
+the fault when it is repeated alone is dropped, too, because its first failure had a different cause. Tests that hung,
+and files that could not be collected, are not repeated with the fault.
 """
 
 import shutil
@@ -18,15 +19,13 @@ from tests.mutants.pytest_runs import NO_TEST, Chosen, Failure, Limits, Stopped,
 from tests.mutants.results import Mutant, Result, Version
 
 FAST, SLOW = "not slow and not soak", "slow and not soak"
-NUM_FIRST_FILES = (
-    20  # so that a fault that the nearest tests notice does not wait until hundreds of files are collected
-)
-FAST_SHARE = 0.6  # of a fault's seconds; the rest is left to slow tests
+NUM_FIRST_FILES = 20  # a fault that the nearest tests notice does not wait for the collection of hundreds of files
+FAST_SHARE = 0.6  # share of a fault's seconds; the rest is for slow tests
 
 
 @dataclass(frozen=True)
 class Phase:
-    """One pytest run: these files, tests of one tier, until `failures` tests have failed."""
+    """One pytest run: tests of one tier in some files, until `failures` tests have failed."""
 
     tier: str
     marks: str
@@ -36,19 +35,19 @@ class Phase:
 
 @dataclass
 class Trials:
-    """Tries faults in copies of `sound`, which holds the files of `version`. seconds: the limit for one fault."""
+    """Tries faults in copies of `sound`, a tree with the files of `version`. seconds: the time limit for one fault."""
 
     sound: Path
     version: Version
-    chosen: Mapping[str, Chosen]  # by the fault's name
+    chosen: Mapping[str, Chosen]  # by fault name
     seconds: float
     limits: Limits
     stop: threading.Event = field(default_factory=threading.Event)
-    _is_sound: dict[str, bool] = field(default_factory=dict)  # by test
+    _is_sound: dict[str, bool] = field(default_factory=dict)  # by test id
     _numbers: "count[int]" = field(default_factory=count)
 
     def run(self, faults: list[Mutant], jobs: int, store: Callable[[Mutant, Result], None]) -> None:
-        """Tries `jobs` faults at a time, and calls `store` with each result as soon as it is known."""
+        """Tries faults, `jobs` of them concurrently, and calls `store` with each result as soon as it is known."""
         with ThreadPoolExecutor(jobs) as pool:
             try:
                 futures = {pool.submit(self.try_fault, fault): fault for fault in faults}
@@ -59,7 +58,7 @@ class Trials:
                 pool.shutdown(cancel_futures=True)
 
     def try_fault(self, fault: Mutant) -> Result:
-        """Runs the fault's tests; raises Stopped when another thread sets `stop`."""
+        """Runs the fault's tests and returns the result. Raises Stopped when another thread sets `stop`."""
         if self.stop.is_set():
             raise Stopped
         result = Result(fault.text_hash, self.version.commit, self.version.product, self.version.tests, self.seconds)
@@ -85,7 +84,7 @@ class Trials:
         return result
 
     def _run_phase(self, phase: Phase, tree: Path, result: Result) -> list[Failure]:
-        """Returns what noticed the fault; adds tests, seconds and broken tests to `result`."""
+        """Runs one phase and returns the failures that noticed the fault. Updates counts and times of `result`."""
         skip = [test for test, sound in self._is_sound.items() if not sound]
         noticing: list[Failure] = []
         share = FAST_SHARE if phase.tier == "fast" else 1.0
@@ -106,20 +105,20 @@ class Trials:
         return noticing
 
     def _passes_when_sound(self, failure: Failure, phase: Phase) -> bool:
-        """Whether the test passes, or the file is collected. phase: the run that failed."""
+        """Returns whether the test passes, or the file is collected, in the sound tree. phase: the run that failed."""
         test = failure.test
         if test not in self._is_sound:
             file, collect_only = test.partition("::")[0], "::" not in test
-            # A run that ended before its tests is repeated as it was, marks included.
+            # A run that ended before its tests is repeated unchanged, including its marks.
             files = phase.files if test == NO_TEST else {file: None if collect_only else [test]}
-            # Several times the limit of the faulty tree, since the process has to start.
+            # Several times the limit in the faulty tree, since the process has to start.
             seconds = 3 * self.limits.seconds(test) + 60
             run = self._run(self.sound, files, seconds, phase if test == NO_TEST else None, collect_only=collect_only)
             self._is_sound[test] = not run.failures and not run.out_of_time and (collect_only or run.ended == [test])
         return self._is_sound[test]
 
     def _fails_alone(self, failure: Failure, tree: Path) -> bool:
-        """Whether the test fails with the fault once more."""
+        """Returns whether the test, repeated alone, fails again with the fault."""
         if failure.how not in ("failed", "crashed") or "::" not in failure.test:
             return True
         files = {failure.test.partition("::")[0]: [failure.test]}
@@ -159,9 +158,9 @@ class Trials:
 
 
 def phases_of(chosen: Chosen) -> list[Phase]:
-    """Returns the runs for one fault: fast tests of the first files, those of the others, slow tests of all.
+    """Returns the runs for one fault: fast tests of the first files, fast tests of the other files, slow tests of all.
 
-    Slow tests go on to a second failure, which tells whether the first test is the only one to notice the fault.
+    Slow tests run until a second failure, which shows whether the first test is the only one to notice the fault.
     """
     files = list(chosen.items())
     first, rest = dict(files[:NUM_FIRST_FILES]), dict(files[NUM_FIRST_FILES:])

@@ -21,7 +21,7 @@ def pytest_configure(config: pytest.Config) -> None:
         _write_commit(Path(os.environ[FOLDER]))
     runs_tests = hasattr(config, "workerinput") or not config.getoption("numprocesses", None)
     if runs_tests:
-        # Programs that tests start find sitecustomize.py there, which records them.
+        # Programs that tests start import sitecustomize.py from there, which records them.
         places = [str(Path(__file__).parent / "programs"), os.environ.get("PYTHONPATH", "")]
         os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, places))
     config.stash[RECORDER] = record_this_process("test") if runs_tests else None
@@ -42,7 +42,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 def _write_commit(folder: Path) -> None:
-    """Writes which version is recorded: lines are numbered as there. A tree without git has none."""
+    """Writes the recorded commit, to which the line numbers refer. Does nothing in a tree without git."""
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, check=False)
     if head.returncode == 0:
         folder.mkdir(parents=True, exist_ok=True)

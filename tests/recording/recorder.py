@@ -1,9 +1,9 @@
-"""Records the lines of the product and the CPU seconds of a process, by test. No pytest code here.
+"""Records the executed lines of the product and the CPU seconds of a process, by test. Independent of pytest.
 
 A process of a test appends one JSON line per test to its own file in the folder RECORD_TESTS:
 {"test": id, "kind": "test" | "rank" | "program", "cpu": s, "children": s, "seconds": {mechanism: s},
-"lines": {file: [line, ...]}}. All seconds are CPU seconds. children: those of programs that have ended, browsers
-included. Ranks and programs read the test's id from RECORD_TEST. A process that is killed leaves no line.
+"lines": {file: [line, ...]}}. All seconds are CPU seconds. children: seconds of child programs that have ended,
+including browsers. Ranks and programs read the test's id from RECORD_TEST. A process that is killed writes no line.
 """
 
 import importlib
@@ -24,7 +24,7 @@ from tests.structure.measure import PRODUCT, ROOT
 FOLDER = "RECORD_TESTS"
 TEST = "RECORD_TEST"
 
-# (module, attribute, mechanism that its time is charged to), patched once the module has been imported.
+# (module, attribute, mechanism to charge its time to). A function is patched once its module has been imported.
 CHARGED = (
     ("torch.autograd", "backward", "backward"),
     ("torch.autograd", "grad", "backward"),
@@ -38,7 +38,7 @@ CHARGED = (
 
 
 class Stopwatch:
-    """Charges each moment to the innermost mechanism that is running."""
+    """Measures CPU seconds by mechanism. Time is charged to the innermost running mechanism."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -54,7 +54,7 @@ class Stopwatch:
         self._running.pop()
 
     def take(self) -> dict[str, float]:
-        """Seconds by mechanism since the last call."""
+        """Returns the seconds by mechanism since the last call."""
         self._charge()
         taken, self.seconds = self.seconds, {}
         return {name: round(value, 4) for name, value in taken.items() if value > 1e-4}
@@ -65,7 +65,7 @@ class Stopwatch:
         self._since = now
 
     def wrap(self, function: Callable, mechanism: str) -> Callable:
-        """`function`, with its time charged to `mechanism`."""
+        """Returns `function` wrapped so that its time is charged to `mechanism`."""
 
         @wraps(function)
         def charged(*args: Any, **kwargs: Any) -> Any:
@@ -79,7 +79,7 @@ class Stopwatch:
 
 
 class Recorder:
-    """Records one process; `switch` ends the record of one test and begins the next, `finish` ends the last."""
+    """Records one process. `switch` ends the record of one test and begins the next, and `finish` ends the last one."""
 
     def __init__(self, folder: Path, kind: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -103,7 +103,7 @@ class Recorder:
         self._cpu, self._children = time.process_time(), _children_cpu()
 
     def switch(self, test: str) -> None:
-        """Writes the record of the current test, and begins that of `test`."""
+        """Writes the record of the current test, and begins the record of `test`."""
         if os.getpid() != self._pid:
             return  # a fork of this process does not own the recorder
         self.finish()
@@ -135,13 +135,13 @@ class Recorder:
                 "seconds": self._watch.take(),
                 "lines": lines,
             }
-            # A test of full disks may have limited its process to small files.
+            # A test of full disks may have limited the file size of its process.
             resource.setrlimit(resource.RLIMIT_FSIZE, (resource.getrlimit(resource.RLIMIT_FSIZE)[1],) * 2)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line) + "\n")
 
     def patch(self) -> None:
-        """Charges the functions of CHARGED in modules that have been imported since the last call."""
+        """Wraps the functions of CHARGED whose modules have been imported since the last call."""
         for module, attribute, mechanism in CHARGED:
             if module not in sys.modules or (module, attribute) in self._patched:
                 continue
@@ -164,7 +164,7 @@ def _children_cpu() -> float:
 
 
 def record_this_process(kind: str) -> Recorder | None:
-    """Returns a recorder for the test that the environment names; None if the run is not recorded."""
+    """Returns a recorder for the test that is named in the environment, or None if the run is not recorded."""
     folder = os.environ.get(FOLDER)
     if not folder:
         return None

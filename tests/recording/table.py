@@ -1,11 +1,11 @@
-"""Tables of a recorded run of the tests (recorder.py): costs, covered lines, lines that lost coverage, tests of a line.
+"""Prints tables of a recorded test run (recorder.py): costs, coverage, lines that lost coverage, tests of a line.
 
     python -m tests.recording.table costs FOLDER [--by test] [--write tests/recording/costs.txt]
     python -m tests.recording.table coverage FOLDER [--write tests/recording/coverage.json]
     python -m tests.recording.table lost BASE_FOLDER FOLDER --base COMMIT [--of megatron/core/optimizer ...]
     python -m tests.recording.table tests FOLDER megatron/core/timers.py:40
 
-`lost` compares with a record made at COMMIT: it prints lines that exist in both versions and were covered only there.
+`lost` compares with a record made at COMMIT. It prints lines that exist in both versions and were covered only then.
 `tests` prints the tests that run a line.
 """
 
@@ -26,12 +26,12 @@ from rich.table import Table
 
 from tests.structure.measure import PRODUCT, ROOT
 
-PROGRAMS = "programs"  # Python programs that tests start, torchrun's ranks among them
+PROGRAMS = "programs"  # Python programs that tests start, including ranks of torchrun
 BROWSERS = "browsers and killed programs"  # processes that ended without a record
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status: 1 if lines lost their coverage."""
+    """Runs the command line. Returns the exit status, which is 1 if lines lost their coverage."""
     options = _parse(argv)
     if options.command == "costs":
         rows = costs(read_records(options.folder), by_test=options.by == "test")
@@ -115,9 +115,9 @@ def tests_of_lines(records: Iterable[dict[str, Any]], name: str) -> dict[int, se
 
 
 def costs(records: Iterable[dict[str, Any]], *, by_test: bool) -> list[list[str]]:
-    """Returns rows of CPU seconds: a head, the sum, and one row per file or test, the most expensive first.
+    """Returns rows of CPU seconds: a header, the sum, and one row per file or test, the most expensive first.
 
-    Columns: tests, the cases of a file; ranks, the processes forked for them; seconds in all, and by mechanism.
+    Columns: number of tests, number of ranks forked for them, total seconds, and seconds by mechanism.
     """
     seconds: dict[str, Counter[str]] = defaultdict(Counter)
     tests: dict[str, set[str]] = defaultdict(set)
@@ -128,7 +128,7 @@ def costs(records: Iterable[dict[str, Any]], *, by_test: bool) -> list[list[str]
         tests[name].add(record["test"])
         ranks[name] += record["kind"] == "rank"
         if record["kind"] == "program":
-            # Its processor time is also among the children of the test that waited for it.
+            # The program's time is also counted as children's time of the test that waited for it.
             row[PROGRAMS] += record["cpu"]
             row[BROWSERS] -= record["cpu"]
         else:
@@ -136,7 +136,7 @@ def costs(records: Iterable[dict[str, Any]], *, by_test: bool) -> list[list[str]
             row[BROWSERS] += record["children"]
     total: Counter[str] = Counter()
     for row in seconds.values():
-        total.update(row)  # a sum of Counters would drop what is below zero
+        total.update(row)  # adding Counters would drop negative values
     columns = [name for name, _ in total.most_common()]
     head = ["", "tests", "ranks", "seconds", *columns]
     rows = sorted(seconds, key=lambda name: -seconds[name].total())
@@ -152,7 +152,7 @@ def costs(records: Iterable[dict[str, Any]], *, by_test: bool) -> list[list[str]
 
 
 def summarize(covered: dict[str, set[int]], records: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Returns counts, and for each file the statements that no test runs."""
+    """Returns the numbers of tests and statements, and for each file the lines of statements that no test runs."""
     paths = [path for place in PRODUCT for path in _python_files(ROOT / place)]
     statements = {str(path.relative_to(ROOT)): statements_of(path) for path in paths}
     missing = {name: sorted(lines - covered.get(name, set())) for name, lines in statements.items()}
@@ -167,7 +167,7 @@ def summarize(covered: dict[str, set[int]], records: Iterable[dict[str, Any]]) -
 def lost_lines(
     before: dict[str, set[int]], now: dict[str, set[int]], *, base: str, prefixes: list[str]
 ) -> list[tuple[str, int, str]]:
-    """Returns (file, line, text), as they are now, of lines that both versions have and that only the base covers."""
+    """Returns (file, line, text), as of now, of lines that exist in both versions but are covered only in the base."""
     lost = []
     for name in sorted(before):
         path = ROOT / name
@@ -198,7 +198,7 @@ def statements_of(path: Path) -> set[int]:
 
 
 def _ranges(lines: list[int]) -> str:
-    """[1, 2, 3, 7] -> "1-3 7"."""
+    """Formats line numbers as ranges: [1, 2, 3, 7] -> "1-3 7"."""
     groups: list[list[int]] = []
     for line in lines:
         if groups and groups[-1][-1] == line - 1:

@@ -1,6 +1,6 @@
-"""`python -m tests.structure` prints every place that breaks a rule, and measures of the code next to other code bases.
+"""`python -m tests.structure` prints every violation of a rule, and measures of the code next to other code bases'.
 
-`--rules` prints the rules, `--anchors` the table of docs/architecture.md. Exit status 1 if any rule is broken.
+`--rules` prints the rules, and `--anchors` the table of docs/architecture.md. The exit status is 1 if a rule is broken.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from tests.structure.rules import ANY_CODE_RULES, PRODUCT_RULES, findings
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit status."""
+    """Runs the command line. Returns the exit status, which is 1 if a rule is broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.structure", description=__doc__)
     parser.add_argument("--rules", action="store_true", help="print the rules")
     parser.add_argument("--anchors", action="store_true", help="print the table of docs/architecture.md")

@@ -1,4 +1,4 @@
-"""Measures of the product's code next to those of other code bases. Nothing here is a limit.
+"""Measures the product's code, next to values of other code bases. No measure is a limit.
 
 A measure is a reason to read code, not to split or join it: see docs/testing.md#structure-rules.
 """
@@ -20,7 +20,7 @@ WALKS = (
     ("A saved activation into pages and back", "8 files"),
     ("A gradient to an updated parameter", "14 files; FSDP2 10, picotron 2"),
 )
-# Measures that docs/architecture.md shows, and their values in code bases of the field.
+# Measures in the table of docs/architecture.md, and their values in other code bases of the field.
 ANCHORS = {
     "files entered by a token through an expert layer and back": "Megatron-LM 31 (45,800 lines), torchtitan 16 (7,600)",
     "files entered by a saved activation into pages and back": "goal 8",
@@ -44,7 +44,7 @@ def table() -> Table:
 
 
 def anchors() -> str:
-    """Returns the table of docs/architecture.md: measures that change only with the structure, next to the anchors."""
+    """Returns the table of docs/architecture.md: measures that change only with the structure, next to ANCHORS."""
     here = {name: value for name, value, _ in rows(read_sources(*PRODUCT))}
     lines = ["| measure | here | others |", "|---|---|---|"]
     lines += [f"| {name} | {here[name]} | {others} |" for name, others in ANCHORS.items()]
@@ -88,7 +88,7 @@ def rows(sources: list[Source]) -> list[tuple[str, str, str]]:
 
 
 def _walks() -> Iterable[tuple[str, str, str]]:
-    """Yields the measures of each walk: the files that it enters, as docs/tour.md lists them."""
+    """Yields a row for each walk: the number of files that it enters, as listed in docs/tour.md."""
     for heading, goal in WALKS:
         yield f"files entered by {heading[0].lower()}{heading[1:]}", str(len(listed_files(heading))), goal
 
@@ -106,7 +106,7 @@ def _importers(sources: list[Source]) -> dict[str, set[str]]:
 def implementers(sources: list[Source]) -> dict[str, list[str]]:
     """Returns the classes that implement each Protocol of the project, by the Protocol's name.
 
-    A class implements a Protocol if it is named as its subclass, or has all of its members, inherited ones included.
+    A class implements a Protocol if it names it as a base class, or defines or inherits all of its members.
     """
     nodes = {node.name: node for source in sources for node in source.classes}
     protocols = {name for name, node in nodes.items() if any("Protocol" in words(base) for base in node.bases)}
@@ -123,7 +123,7 @@ def implementers(sources: list[Source]) -> dict[str, list[str]]:
 
 
 def _members(name: str, nodes: dict[str, ast.ClassDef]) -> set[str]:
-    """Returns the methods and attributes of a class, and those that it inherits from classes of the project."""
+    """Returns the names of a class's methods and attributes, including names inherited from the project's classes."""
     inside = list(ast.walk(nodes[name]))
     found = {node.name for node in inside if isinstance(node, ast.FunctionDef)}
     stored = [node for node in inside if isinstance(node, ast.Name | ast.Attribute) and isinstance(node.ctx, ast.Store)]
@@ -133,7 +133,7 @@ def _members(name: str, nodes: dict[str, ast.ClassDef]) -> set[str]:
 
 
 def _with_one_subclass(sources: list[Source]) -> tuple[int, int]:
-    """Counts the base classes of the project that have exactly one subclass, and Protocols with one implementer."""
+    """Returns the number of base classes with exactly one subclass, and of Protocols with exactly one implementer."""
     nodes = [node for source in sources for node in source.classes]
     protocols = implementers(sources)
     own = {node.name for node in nodes}

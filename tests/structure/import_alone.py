@@ -1,6 +1,7 @@
-"""`python -m tests.structure.import_alone MODULE...` prints the modules that cannot be the first one imported.
+"""`python -m tests.structure.import_alone MODULE...` prints the modules that fail if they are imported first.
 
-Importing a module first imports its packages, so each is tried in a fork of a process that has imported only those.
+Importing a module first imports its packages, so each module is tried in a fork of a process that has imported only
+the module's packages.
 """
 
 import gc
@@ -9,13 +10,13 @@ import os
 import sys
 import traceback
 
-# Slow imports of the project's modules, done once before the forks.
+# Slow third-party imports, done once before the forks.
 OTHERS = ["numpy", "tokenizers", "torch", "torch._dynamo", "torch.distributed.checkpoint", "yaml"]
 
 
 def _try_below(package: str, modules: list[str]) -> None:
     """Imports each module and subpackage of `package` in a fork of this process, which has imported the package."""
-    # A collection in a fork would copy every page that it shares with this process.
+    # A garbage collection in a fork would copy every memory page that it shares with this process.
     gc.freeze()
     depth = package.count(".") + 1 if package else 0
     below = [module for module in modules if not package or module.startswith(f"{package}.")]

@@ -1,4 +1,4 @@
-"""The import order of the packages, lowest first, and the checks for imports against it and for cycles."""
+"""The import order of the packages, lowest first, and checks for upward imports and for cycles."""
 
 import re
 from dataclasses import dataclass
@@ -8,10 +8,10 @@ from tests.structure.measure import Source, imported_modules
 
 @dataclass(frozen=True)
 class Layer:
-    """The place in the order of modules whose names match `pattern`.
+    """The position in the import order of all modules whose names match `pattern`.
 
-    A module may import from earlier lines. On its own line it may import only from its own package, and there only from
-    the same or a lower step. never: packages of earlier lines that it still must not import.
+    A module may import from earlier lines. On the same line, it may import only from the same package, and there only
+    from the same or a lower step. never: packages of earlier lines that the module still must not import.
     """
 
     line: int
@@ -21,7 +21,7 @@ class Layer:
     never: tuple[str, ...] = ()
 
 
-# The first pattern that matches a module's whole name decides.
+# The first pattern that matches a module's full name applies.
 LAYERS = (
     Layer(0, "package", r"megatron"),  # the version; imports nothing
     # torch and triton alone
@@ -66,19 +66,19 @@ LAYERS = (
 
 
 def layer_of(module: str) -> Layer | None:
-    """Returns the layer of a module of this project; None if the table lacks it."""
+    """Returns the layer of a module of this project, or None if no pattern matches it."""
     return next((layer for layer in LAYERS if re.fullmatch(layer.pattern, module)), None)
 
 
 def may_import(importer: Layer, imported: Layer) -> bool:
-    """Whether a module of one layer may import a module of the other."""
+    """Returns whether a module of the layer `importer` may import a module of the layer `imported`."""
     if importer.package == imported.package:
         return imported.step <= importer.step
     return imported.line < importer.line and imported.package not in importer.never
 
 
 def upward_imports(sources: list[Source]) -> list[tuple[Source, int, str]]:
-    """Returns (file, line, imported module) of each import against the order; line 1 for modules not in the table."""
+    """Returns (file, line, imported module) of each import against the order, and line 1 of modules without a layer."""
     known = frozenset(source.module for source in sources)
     found = []
     for source in sources:
@@ -94,7 +94,7 @@ def upward_imports(sources: list[Source]) -> list[tuple[Source, int, str]]:
 
 
 def import_cycles(sources: list[Source]) -> list[list[str]]:
-    """Returns the groups of modules that import each other in a circle, directly or not."""
+    """Returns the groups of modules that import each other in a cycle, directly or indirectly."""
     known = frozenset(source.module for source in sources)
     return _circles(
         {source.module: {name for name, _ in imported_modules(source, known)} & known for source in sources}
@@ -102,7 +102,7 @@ def import_cycles(sources: list[Source]) -> list[list[str]]:
 
 
 def folder_cycles(sources: list[Source]) -> list[list[str]]:
-    """Returns the groups of folders below megatron/ whose files import each other in a circle, directly or not."""
+    """Returns the groups of folders below megatron/ whose files import each other in a cycle, also indirectly."""
     inside = [source for source in sources if source.name.startswith("megatron/")]
     folder_of = {source.module: source.path.parent.as_posix() for source in inside}
     graph: dict[str, set[str]] = {folder: set() for folder in folder_of.values()}
@@ -113,14 +113,14 @@ def folder_cycles(sources: list[Source]) -> list[list[str]]:
 
 
 def _circles(graph: dict[str, set[str]]) -> list[list[str]]:
-    """Returns the strongly connected components of two or more nodes; graph: the nodes that each node points to."""
+    """Returns the strongly connected components with a cycle. graph: for each node, the nodes that it points to."""
     reach = {node: _reachable(graph, node) for node in graph}
     circles = {tuple(sorted(b for b in reach[a] if a in reach[b])) for a in graph if a in reach[a]}
     return [list(circle) for circle in sorted(circles)]
 
 
 def _reachable(graph: dict[str, set[str]], start: str) -> set[str]:
-    """Returns the nodes that `start` points to, directly or not; `start` itself only if it is part of a circle."""
+    """Returns the nodes reachable from `start`. They include `start` only if it is part of a cycle."""
     seen: set[str] = set()
     todo = list(graph[start])
     while todo:

@@ -16,7 +16,7 @@ PRODUCT = (
     "pretrain_gpt.py",
     "model_provider.py",
     "gpt_builders.py",
-)  # measured here, and recorded by tests/recording
+)  # measured here, and also recorded by tests/recording
 AROUND = ("benchmarks", "examples")
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
@@ -25,7 +25,7 @@ _DECISIONS = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHan
 
 @dataclass(frozen=True)
 class Function:
-    """A function or method with the classes and functions around it."""
+    """A function or method, with its qualified name and enclosing class."""
 
     node: FunctionNode
     qualname: str
@@ -34,12 +34,12 @@ class Function:
 
     @property
     def lines(self) -> int:
-        """Lines from `def` to the end, signature and docstring included."""
+        """Number of lines from `def` to the end, including signature and docstring."""
         return (self.node.end_lineno or self.node.lineno) - self.node.lineno + 1
 
     @property
     def public(self) -> bool:
-        """Whether a reader may call it: no underscore in front of it or its class, not inside a function."""
+        """Whether the function is public: it is not nested, and neither its name nor its class's begins with `_`."""
         return not self.nested and not any(part.startswith("_") for part in self.qualname.split("."))
 
     @property
@@ -49,7 +49,7 @@ class Function:
 
     @property
     def parameters(self) -> list[ast.arg]:
-        """All named parameters, without self, cls or ctx."""
+        """All named parameters, except self, cls or ctx."""
         arguments = [*self.node.args.posonlyargs, *self.node.args.args]
         bound = self.in_class is not None and arguments and arguments[0].arg in ("self", "cls", "ctx", "mcs")
         return [*(arguments[1:] if bound else arguments), *self.node.args.kwonlyargs]
@@ -57,7 +57,7 @@ class Function:
 
 @dataclass(frozen=True)
 class Source:
-    """One Python file."""
+    """A Python file of the project."""
 
     path: Path
     text: str
@@ -69,7 +69,7 @@ class Source:
 
     @property
     def module(self) -> str:
-        """Dotted name, that of the package for an __init__.py. The link megatron/tools leads to tools/."""
+        """Module name; for an __init__.py, the package's name. tools/ is imported as megatron.tools through a link."""
         parts = self.path.with_suffix("").parts
         parts = ("megatron", *parts) if parts[0] == "tools" else parts
         return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
@@ -80,7 +80,7 @@ class Source:
 
     @cached_property
     def nodes(self) -> list[ast.AST]:
-        """All of the tree, as ast.walk has them."""
+        """All nodes of the tree, in the order of ast.walk."""
         return list(ast.walk(self.tree))
 
     @cached_property
@@ -97,25 +97,25 @@ class Source:
 
     @cached_property
     def documented(self) -> list[ast.Module | ast.ClassDef | FunctionNode]:
-        """Everything that has a docstring."""
+        """Modules, classes and functions with a docstring."""
         return [node for node in self.nodes if isinstance(node, _WITH_DOCSTRING) and ast.get_docstring(node)]
 
     @cached_property
     def comments(self) -> dict[int, str]:
-        """Line number to comment; directives to tools (noqa, type:) are no comments."""
+        """Comments by line number, without directives for tools (noqa, type:)."""
         tokens = tokenize.generate_tokens(io.StringIO(self.text).readline)
         found = {token.start[0]: token.string for token in tokens if token.type == tokenize.COMMENT}
         return {line: text for line, text in found.items() if not text.startswith(("#!", "# noqa", "# type:"))}
 
     @cached_property
     def num_explaining_lines(self) -> int:
-        """Docstring lines with text, beyond the first line of each docstring."""
+        """Number of docstring lines with text, not counting the first line of each docstring."""
         texts = [ast.get_docstring(node) or "" for node in self.documented]
         return sum(bool(line.strip()) for text in texts for line in text.splitlines()[1:])
 
     @cached_property
     def num_code_lines(self) -> int:
-        """Lines that hold code: not blank, not comment alone, not docstring."""
+        """Number of lines with code, without blank lines, docstrings, and lines with only a comment."""
         skipped = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
         held: set[int] = set()
         for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
@@ -125,7 +125,7 @@ class Source:
 
 
 def read_sources(*places: str) -> list[Source]:
-    """The Python files in folders or files named from the repository root; places that do not exist are empty."""
+    """Returns the Python files at these paths, relative to the repository root. Paths that do not exist are skipped."""
     paths: list[Path] = []
     for place in places:
         start = ROOT / place
@@ -134,14 +134,15 @@ def read_sources(*places: str) -> list[Source]:
 
 
 def percentile(values: Iterable[float], fraction: float) -> float:
-    """The smallest value that at least `fraction` of the values do not exceed; 0 for no values."""
+    """Returns the smallest value that at least `fraction` of the values do not exceed, or 0 without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)] if ordered else 0
 
 
 def imported_modules(source: Source, known: frozenset[str]) -> Iterator[tuple[str, int]]:
-    """(module, line) of every import, in functions too; `from package import name` gives package.name where `known`
-    holds that module, else package.
+    """Yields (module, line) of every import, including imports in functions.
+
+    `from package import name` yields package.name if it is a module in `known`, else package.
     """
     for node in source.nodes:
         if isinstance(node, ast.Import):
@@ -154,7 +155,7 @@ def imported_modules(source: Source, known: frozenset[str]) -> Iterator[tuple[st
 
 
 def words(node: ast.AST | None) -> set[str]:
-    """Every identifier in an annotation, also in one written as a string."""
+    """Returns every identifier in an annotation, including annotations written as strings."""
     found: set[str] = set()
     for child in ast.walk(node) if node is not None else ():
         if isinstance(child, ast.Name):
@@ -167,7 +168,7 @@ def words(node: ast.AST | None) -> set[str]:
 
 
 def dotted(node: ast.AST) -> str:
-    """`a.b.c` of a name or attribute chain, empty for anything else."""
+    """Returns a name or attribute chain as `a.b.c`, or an empty string for any other node."""
     if isinstance(node, ast.Attribute):
         inner = dotted(node.value)
         return f"{inner}.{node.attr}" if inner else ""
@@ -187,7 +188,7 @@ def _functions(tree: ast.AST, around: tuple[str, ...], *, in_class: str | None, 
 
 
 def _own_nodes(function: FunctionNode) -> Iterator[ast.AST]:
-    """Nodes of a function's body without those of functions and classes inside it."""
+    """Yields the nodes of a function's body, without nested functions and classes."""
     todo: list[ast.AST] = list(function.body)
     while todo:
         node = todo.pop()

@@ -1,6 +1,6 @@
-"""The structure rules (docs/testing.md#structure-rules): each is a function that yields the places that break it.
+"""The structure rules (docs/testing.md#structure-rules). Each rule is a function that yields its violations.
 
-Lengths, counts and complexity have no limits; compared.py prints them next to those of other code bases.
+Lengths, counts and complexity have no limits. compared.py prints them next to values of other code bases.
 """
 
 import ast
@@ -19,7 +19,7 @@ GLOBAL_HOLDERS = {
 }
 SHAPE = re.compile(r"\[[^\]]*\]|scalar|any shape")
 DTYPE = re.compile(r"\b([bu]?f(loat|p)?(8|16|32|64)|u?int(8|16|32|64)?|integer|float(ing)?|bool|any dtype|dtype)\b")
-# Where a training step runs: a read of the device there makes the host wait.
+# Files on the path of a training step, where a read of the device makes the host wait.
 STEP_PATH = re.compile(
     r"(?!.*/cpu_kernels\.py)"
     r"megatron/core/(transformer|models|tensor_parallel|optimizer|distributed|pipeline_parallel|fusions)/.+"
@@ -27,7 +27,7 @@ STEP_PATH = re.compile(
     r"|megatron/training/(training|step/\w+|error_broadcast)\.py"
     r"|pretrain_gpt\.py"
 )
-# Methods of a tensor, or functions of torch, that wait for the device.
+# Tensor methods and torch functions that wait for the device.
 DEVICE_READS = {"item", "tolist", "cpu", "numpy", "nonzero", "masked_select", "unique", "synchronize"}
 CONTAINERS = {"list", "dict", "set", "defaultdict", "deque", "OrderedDict", "Counter", "count", "cycle"}
 CONTAINERS |= {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}
@@ -37,16 +37,16 @@ FACTORIES = {
 MUTATORS = {"append", "add", "clear", "extend", "insert", "pop", "popitem", "popleft", "remove", "setdefault", "update"}
 MUTATORS |= {"appendleft", "difference_update", "discard", "extendleft", "intersection_update", "reverse", "sort"}
 
-# A rule yields (file, line, what is wrong there).
+# A rule yields (file, line, description of the violation).
 Broken = tuple[str, int, str]
 Rule = Callable[[list[Source]], Iterable[Broken]]
 PRODUCT_RULES: dict[str, Rule] = {}
-ANY_CODE_RULES: dict[str, Rule] = {}  # tests, benchmarks and examples keep to these too
+ANY_CODE_RULES: dict[str, Rule] = {}  # also applied to tests, benchmarks and examples
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One place that breaks one rule."""
+    """A violation of a rule."""
 
     rule: str
     path: str
@@ -58,7 +58,7 @@ class Finding:
 
 
 def findings() -> list[Finding]:
-    """Every place of the project that breaks a rule, in the order of the rules."""
+    """Returns all violations in the project, in the order of the rules."""
     product, tests = read_sources(*PRODUCT, *AROUND), read_sources("tests", "setup.py")
     return [
         Finding(rule, path, line, wrong)
@@ -83,28 +83,28 @@ def any_code_rule(check: Rule) -> Rule:
 
 @product_rule
 def import_direction(sources: list[Source]) -> Iterator[Broken]:
-    """Modules import only from the layers below them; tests/structure/layers.py has the order."""
+    """Modules import only from layers below them, in the order of tests/structure/layers.py."""
     for source, line, module in upward_imports(sources):
         yield source.name, line, f"{source.module} imports {module}, which is not below it"
 
 
 @product_rule
 def import_cycle(sources: list[Source]) -> Iterator[Broken]:
-    """No modules import each other in a circle, imports inside functions included."""
+    """Modules do not import each other in a cycle, including imports inside functions."""
     for circle in import_cycles(sources):
         yield circle[0], 1, f"import cycle: {' <-> '.join(circle)}"
 
 
 @product_rule
 def folder_cycle(sources: list[Source]) -> Iterator[Broken]:
-    """No folders below megatron/ import each other in a circle."""
+    """Folders below megatron/ do not import each other in a cycle."""
     for circle in folder_cycles(sources):
         yield circle[0], 1, f"import cycle of folders: {' <-> '.join(circle)}"
 
 
 @any_code_rule
 def tools_import(sources: list[Source]) -> Iterator[Broken]:
-    """Code imports the programs of tools/ from megatron.tools, as in the wheel: under `tools` they would load twice."""
+    """Code imports the programs of tools/ from megatron.tools, as in the wheel, since `tools` would load them twice."""
     for source in sources:
         for module, line in imported_modules(source, frozenset()):
             if module.split(".")[0] == "tools":
@@ -116,7 +116,7 @@ def tools_import(sources: list[Source]) -> Iterator[Broken]:
 
 @product_rule
 def module_state(sources: list[Source]) -> Iterator[Broken]:
-    """Modules hold no state that functions change, except that of the process groups and published.py."""
+    """Functions do not change module-level state, except in the modules of process groups and in published.py."""
     for source in sources:
         if source.name in GLOBAL_HOLDERS:
             continue
@@ -128,7 +128,7 @@ def module_state(sources: list[Source]) -> Iterator[Broken]:
 
 @any_code_rule
 def bare_except(sources: list[Source]) -> Iterator[Broken]:
-    """No handler takes every error without its name: it could only swallow it."""
+    """Handlers of all exceptions bind the exception to a name. Without a name, they could only swallow it."""
     for source in sources:
         for node in source.nodes:
             if isinstance(node, ast.ExceptHandler):
@@ -139,7 +139,7 @@ def bare_except(sources: list[Source]) -> Iterator[Broken]:
 
 @product_rule
 def host_sync(sources: list[Source]) -> Iterator[Broken]:
-    """The step path reads the device only in functions with `sync` in their names."""
+    """Code on the path of a training step reads the device only in functions with `sync` in their names."""
     for source in sources:
         if not STEP_PATH.fullmatch(source.name):
             continue
@@ -152,7 +152,7 @@ def host_sync(sources: list[Source]) -> Iterator[Broken]:
 
 @product_rule
 def stated_dtype(sources: list[Source]) -> Iterator[Broken]:
-    """The library names the dtype of new tensors: floats otherwise have the one of torch.set_default_dtype."""
+    """The library passes a dtype for new tensors. Otherwise their dtype would depend on torch.set_default_dtype."""
     for source in sources:
         for node in source.nodes if source.name.startswith("megatron/") else ():
             if isinstance(node, ast.Call) and dotted(node.func) in FACTORIES:
@@ -165,7 +165,7 @@ def stated_dtype(sources: list[Source]) -> Iterator[Broken]:
 
 @product_rule
 def tensor_docstring(sources: list[Source]) -> Iterator[Broken]:
-    """Docstrings of public functions with tensors state their shapes and dtypes."""
+    """Docstrings of public functions that take or return tensors state the shapes and dtypes of the tensors."""
     for source in sources:
         for function in source.functions:
             if not function.public or not _mentions_tensor(function):
@@ -178,7 +178,7 @@ def tensor_docstring(sources: list[Source]) -> Iterator[Broken]:
 
 @any_code_rule
 def docstring_start(sources: list[Source]) -> Iterator[Broken]:
-    """No docstring begins with `Of`, `That of` or `Those of`, or only says what else to read."""
+    """Docstrings do not begin with `See`, `Of`, `That of` or `Those of`."""
     for source in sources:
         for node in source.documented:
             text = (ast.get_docstring(node) or "").strip()
@@ -189,7 +189,7 @@ def docstring_start(sources: list[Source]) -> Iterator[Broken]:
 
 @any_code_rule
 def todo(sources: list[Source]) -> Iterator[Broken]:
-    """Work left for later names its issue: TODO(#12)."""
+    """TODO comments name an issue, as in TODO(#12)."""
     for source in sources:
         for line, text in source.comments.items():
             if re.search(r"\b(TODO|FIXME|XXX|HACK)\b", text) and not re.search(r"TODO\(#\d+\)", text):
@@ -200,7 +200,7 @@ def todo(sources: list[Source]) -> Iterator[Broken]:
 
 
 def _containers_to_fill(source: Source) -> Iterator[Broken]:
-    """Containers bound by a module whose functions change them, or that are empty and so wait for others to."""
+    """Yields module-level containers that the module's functions change, or that are empty, to be filled elsewhere."""
     bound: dict[str, ast.Assign | ast.AnnAssign] = {}
     for node in source.tree.body:
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and node.value is not None and _is_container(node.value):
@@ -225,7 +225,7 @@ def _is_empty(value: ast.expr) -> bool:
 
 
 def _changed_names(function: ast.AST) -> set[str]:
-    """Names of module-level things that a function's body changes in place; names that it binds itself are its own."""
+    """Returns the names that a function changes in place, except for names that the function itself binds."""
     nodes = list(ast.walk(function))
     own = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
     own |= {node.arg for node in nodes if isinstance(node, ast.arg)}
@@ -244,7 +244,7 @@ def _reads_device(node: ast.AST) -> TypeGuard[ast.Call]:
 
 
 def _mentions_tensor(function: Function) -> bool:
-    """Whether tensors enter or leave; not counted are parameters of modules, which may have any shape and dtype."""
+    """Returns whether a function takes or returns tensors. Arguments named `params` or the like do not count."""
     arguments = function.node.args
     annotations = [
         argument.annotation

@@ -1,4 +1,4 @@
-"""The Dockerfiles copy files that exist and are sent to the daemon, and docs/install.md has their commands."""
+"""The Dockerfiles copy only files that exist and are sent to the daemon, and docs/install.md shows their commands."""
 
 import re
 import tomllib
@@ -13,14 +13,14 @@ PAGE = ROOT / "docs" / "install.md"
 
 
 def instructions(dockerfile: Path) -> list[tuple[str, str]]:
-    """Returns (instruction, its words) in order, without comments and with continued lines joined."""
+    """Returns (instruction, arguments) in order, without comments and with continued lines joined."""
     lines = [line for line in dockerfile.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     joined = re.sub(r"\\\n\s*", "", "\n".join(lines))
     return [(line.split()[0], line.partition(" ")[2]) for line in joined.splitlines() if line]
 
 
 def sent_names() -> set[str]:
-    """Names in the root that .dockerignore lets through: it excludes everything, then names exceptions."""
+    """Returns the root's entries that .dockerignore does not exclude. It excludes everything except these names."""
     lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
     first, *rules = [line for line in lines if line and not line.startswith("#")]
     assert first == "*"
@@ -48,7 +48,7 @@ def test_what_a_wheel_is_built_from_is_sent() -> None:
 
 @pytest.mark.parametrize("dockerfile", DOCKERFILES, ids=lambda path: path.name)
 def test_the_page_has_the_commands_of_the_file(dockerfile: Path) -> None:
-    """The comment at the top of a Dockerfile has the commands that build and run its image."""
+    """Compares the page with a Dockerfile's first comment, which contains the commands to build and run the image."""
     head = dockerfile.read_text(encoding="utf-8").partition("FROM")[0]
     commands = "".join(line.removeprefix("# ") + "\n" for line in head.splitlines())
     assert commands.startswith(f"docker build --file docker/{dockerfile.name} ")
@@ -68,7 +68,7 @@ def test_versions_are_pinned_and_the_user_is_not_root(dockerfile: Path) -> None:
 
 
 def test_images_pin_what_every_extra_requires() -> None:
-    """Both files of pins have the packages of `all` and `cuda`, in the same versions but for torch and setuptools."""
+    """Both pin files list the packages of `all` and `cuda`, with equal versions except for torch and setuptools."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = project["optional-dependencies"]
     (chosen,) = extras["all"]
@@ -82,7 +82,7 @@ def test_images_pin_what_every_extra_requires() -> None:
 
 
 def read_pins(path: Path) -> dict[str, str]:
-    """Returns the version of each package in a file of pins, by its name in lower case."""
+    """Returns the version of each package in a pin file, by lower-case package name."""
     lines = [line.lower() for line in path.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
     return dict(line.split("==") for line in lines)
 
@@ -90,6 +90,6 @@ def read_pins(path: Path) -> dict[str, str]:
 def test_the_page_lists_every_command_and_extra() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     page = PAGE.read_text(encoding="utf-8")
-    # `te` installs nothing.
+    # The extra `te` installs nothing.
     named = [*project["scripts"], *(project["optional-dependencies"].keys() - {"te"})]
     assert [name for name in named if f"\n| `{name}` |" not in page] == []

@@ -1,6 +1,6 @@
-"""The documentation names things that exist: links, anchors, flags, paths. It builds as a site.
+"""Links, anchors, flags and paths in the documentation exist, and the documentation builds as a site.
 
-Whether its sentences are true is not checked here.
+These tests do not check whether its statements are true.
 """
 
 import re
@@ -24,19 +24,19 @@ from tests.structure.measure import ROOT
 DOCS = ROOT / "docs"
 SITE_PAGES = sorted(DOCS.glob("*.md"))
 PAGES = [*sorted(ROOT.glob("*.md")), *SITE_PAGES]
-# Every Markdown file of the repository, except in folders that hold no source: environments, runs, build output.
+# Every Markdown file of the repository, except in folders without sources: environments, runs, build output.
 MARKDOWN = sorted(
     path
     for path in ROOT.rglob("*.md")
     if not {".venv", ".git", "runs", "data", "build", "dist", "site"} & {*path.relative_to(ROOT).parts[:-1]}
 )
-WRITTEN = [page for page in PAGES if page.name != "flags.md"]  # that one comes from the flag table itself
+WRITTEN = [page for page in PAGES if page.name != "flags.md"]  # flags.md is generated from the flag table
 FOLDERS = "megatron|tests|tools|configs|docs|docker|examples|benchmarks|requirements|.ci"
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 FLAG = re.compile(r"(?<![\w-])--[a-z][a-z0-9-]*[a-z0-9]")
 NAMED_PATH = re.compile(rf"`((?:{FOLDERS.replace('.', re.escape('.'))})/[\w./-]+)`")
 NAMED_FILE = re.compile(r"`([\w-]+\.(?:py|sh|md|toml))`")
-# Programs that are not ours.
+# Flags of third-party programs.
 FOREIGN_FLAGS = {"--nproc-per-node", "--standalone", "--nnodes", "--node-rank", "--master-addr", "--master-port"}
 FOREIGN_FLAGS |= {"--durations", "--replay", "--max-restarts", "--shutdown-timeout", "--dist"}
 FOREIGN_FLAGS |= {"--signal", "--requeue", "--open-mode", "--kill-on-bad-exit", "--wait"}  # of sbatch and srun
@@ -46,7 +46,7 @@ FOREIGN_FLAGS |= {"--force-reinstall", "--no-deps", "--local-dir"}  # of pip and
 
 @pytest.mark.parametrize("page", MARKDOWN, ids=lambda page: str(page.relative_to(ROOT)))
 def test_every_relative_link_resolves(page: Path) -> None:
-    """Links and images lead to files of the repository, and anchors to headings by GitHub's rule."""
+    """Checks that links and images lead to files of the repository, and anchors to headings, named by GitHub's rule."""
     missing = []
     for link in _links(page):
         name, _, fragment = link.partition("#")
@@ -71,7 +71,7 @@ def test_anchors_are_those_of_github(tmp_path: Path) -> None:
 @pytest.mark.parametrize("page", WRITTEN, ids=lambda page: page.name)
 def test_every_flag_exists(page: Path) -> None:
     unknown = set(FLAG.findall(page.read_text(encoding="utf-8"))) - _known_flags() - FOREIGN_FLAGS
-    # What an error message quotes as a mistake.
+    # A wrong flag that an error message quotes.
     assert unknown - {"--num-layer"} == set()
 
 
@@ -98,7 +98,7 @@ def test_every_example_is_listed() -> None:
 
 @pytest.mark.slow
 def test_the_site_builds_and_shows_what_github_shows(tmp_path: Path) -> None:
-    """mkdocs finds no bad link, no page asks for another server, and lists, tables and code are those of GitHub."""
+    """Builds the site without broken links or requests to other servers, with lists, tables and code as on GitHub."""
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     done = subprocess.run(build, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -133,7 +133,7 @@ def test_the_tour_links_the_file_of_each_name() -> None:
 
 
 def test_the_reading_order_names_files() -> None:
-    """A line is a path below the last line that ended in a slash, or a whole path."""
+    """Checks that each line names an existing path, either complete or, if indented, below the last folder."""
     section = (DOCS / "architecture.md").read_text(encoding="utf-8").partition("## The code in reading order\n")[2]
     listing = section.partition("```\n")[2].partition("```")[0]
     folder, missing = ROOT, []
@@ -146,7 +146,7 @@ def test_the_reading_order_names_files() -> None:
 
 
 class _Parts(HTMLParser):
-    """Counts the lists, tables, code blocks and headings of a page's article. loaded: files of other servers."""
+    """Counts lists, tables, code blocks and headings of a page's article. loaded: URLs of files on other servers."""
 
     COUNTED = ("h1", "h2", "h3", "h4", "ul", "ol", "li", "table", "tr", "td", "th", "pre", "img", "blockquote")
 
@@ -171,7 +171,7 @@ class _Parts(HTMLParser):
 
 @cache
 def _site_config() -> dict[str, Any]:
-    """Returns the settings of mkdocs.yml, environment variables left out."""
+    """Returns the settings of mkdocs.yml, with the defaults of environment variables."""
 
     class Loader(yaml.SafeLoader):
         pass
@@ -185,13 +185,13 @@ def _site_config() -> dict[str, Any]:
 
 @cache
 def _links(page: Path) -> list[str]:
-    """Returns the targets of a page's links and images inside the repository, in their order."""
+    """Returns the targets of a page's relative links and images, in their order on the page."""
     return [link for link in LINK.findall(_without_code(page)) if not re.match(r"[a-z]+:", link)]
 
 
 @cache
 def _anchors(page: Path) -> set[str]:
-    """Returns the anchors of a page's headings as GitHub has them: a repeated one gets a number."""
+    """Returns the anchors of a page's headings as on GitHub, which appends numbers to repeated anchors."""
     found: list[str] = []
     for heading in re.findall(r"^#{1,6} +(.+?) *$", _without_code(page), re.MULTILINE):
         first = anchor(re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading))
@@ -206,7 +206,7 @@ def _without_code(page: Path) -> str:
 
 @cache
 def _known_flags() -> frozenset[str]:
-    """Flags of training programs, and those that tools, tests and examples define."""
+    """Returns the flags of training programs, and all flags defined by tools, examples, benchmarks and tests."""
     programs = [
         path for folder in ("tools", "examples", "benchmarks", "tests") for path in (ROOT / folder).rglob("*.py")
     ]

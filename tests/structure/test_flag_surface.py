@@ -1,4 +1,4 @@
-"""The command-line surface is frozen: flags, docs page, cases, defaults and refusals."""
+"""The command-line surface is frozen: flags, their docs page, cases, defaults and rejected flags."""
 
 import json
 import re
@@ -26,10 +26,10 @@ from tests.structure.measure import ROOT
 REWRITE = "run `python -m tools.write_flag_docs` and commit what it writes, if the change is meant"
 UPSTREAM_FILE = ROOT.parent / "shared" / "flags.json"
 
-# Owners (known_flags.json) whose flags are all explained on a page.
+# Owners in known_flags.json whose flags must all be explained on a page.
 SHOWN_OWNERS = ("trainer", "parallel", "ddp", "stash", "graphs", "adam", "fsdp2", "faults", "models", "planner")
 
-# Working flags that no case can train with, and what runs them.
+# Working flags that no case can train with, and the tests that run them.
 RUN_ELSEWHERE = {
     "--cuda-graph-impl": "needs a GPU: test_step_graphs.py and test_module_graphs.py, on tapes",
     "--cuda-graph-modules": "needs a GPU: test_module_graphs.py, on tapes",
@@ -40,7 +40,7 @@ RUN_ELSEWHERE = {
     "--data-args-path": "its file names corpora by a folder that a case does not know: test_blends_and_splits.py",
 }
 
-# Defaults that differ from Megatron's on purpose, by name in the arguments.
+# Arguments whose defaults intentionally differ from Megatron's, and the reason.
 OTHER_DEFAULTS = {
     "attention_backend": "an enum here, its repr there",
     "cp_comm_type": "one word is for all layers; Megatron keeps it in a list",
@@ -69,7 +69,7 @@ def test_every_flag_that_works_is_run_by_a_case_and_has_a_line_of_help() -> None
 
 
 def _flags_of_runs() -> Iterator[str]:
-    """Flags, without dashes, of the cases that train: one that must fail shows nothing of what its flags do."""
+    """Yields the flags, without dashes, of all cases that train. Cases that must fail do not exercise their flags."""
     bases = read_bases()
     for path in (FOLDER / "cases").glob("*.yaml"):
         for case in read_cases(path, bases, set(EXPECTATIONS)):
@@ -102,7 +102,7 @@ def test_known_flags_are_those_of_the_shared_list() -> None:
 
 
 def _compact(row: dict) -> dict:
-    """A row of the shared list without the entries that say nothing."""
+    """Returns a row of the shared list without entries that equal their defaults."""
     silent = {"action": "store", "nargs": 0}
     kept = {key: value for key, value in row.items() if value is not None and value != silent.get(key, ...)}
     if kept.get("type") in ("str", "None"):

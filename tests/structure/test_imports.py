@@ -1,7 +1,7 @@
-"""Every module can be the first one imported: no import order is needed that only some callers keep.
+"""Every module can be imported first, so callers need not import modules in a certain order.
 
-In `make test` the rule import_cycle refuses the usual reason, imports in a circle. A module that reads, at import, an
-attribute such as `megatron.core.x` without importing it is found here alone.
+In `make test`, the rule import_cycle rejects the usual cause, an import cycle. Only this test finds a module that reads
+an attribute such as `megatron.core.x` at import time without importing it.
 """
 
 import subprocess

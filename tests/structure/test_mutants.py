@@ -1,4 +1,4 @@
-"""The faults that tests, and the model of a device, must notice have their places in the product."""
+"""The source text that each seeded fault replaces exists exactly once in the product."""
 
 import yaml
 

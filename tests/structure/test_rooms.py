@@ -1,4 +1,4 @@
-"""The tables of rooms in docs/architecture.md list the files of two packages, in an order in which each imports."""
+"""The tables of rooms (files) in docs/architecture.md list two packages' files. Each imports only files above it."""
 
 import ast
 import re
@@ -10,15 +10,15 @@ from tests.structure.measure import PRODUCT, ROOT, Source, imported_modules, rea
 
 PACKAGES = ("distributed", "optimizer")
 PAGE = ROOT / "docs" / "architecture.md"
-# Public names that begin with an underscore, as they do in Megatron.
+# Public classes whose names begin with an underscore, as in Megatron.
 MEGATRON_CLASSES = {"_ParamAndGradBuffer", "_ParamAndGradBucket", "_ParamAndGradBucketGroup", "_BaseDataParallel"}
 
-# Protocols that a user's model or optimizer implements.
+# Protocols that users' models or optimizers implement.
 FOR_USERS = {"GradConsumer", "FinalizesStep", "KnowsInitialValues", "KnownValues", "Resets"}
 
 
 def listed_rooms(package: str) -> dict[str, set[str]]:
-    """Returns the public classes of each room in a package's table, in the order of the table."""
+    """Returns the public classes listed for each room of a package, in the order of the package's table."""
     table = PAGE.read_text().partition(f"\n### {package}\n")[2].partition("\n#")[0]
     rows = re.findall(r"^\| `(\w+)` \|[^|]*\|([^|]*)\|$", table, re.MULTILINE)
     return {room: {name for name in classes.strip().split(", ") if name} for room, classes in rows}

@@ -1,4 +1,4 @@
-"""Each rule sees what it should: a small file that breaks it, and one beside it that does not."""
+"""Each rule reports a small file that breaks it, and accepts a similar file that does not."""
 
 from pathlib import Path
 

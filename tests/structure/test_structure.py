@@ -1,4 +1,4 @@
-"""The project breaks no structure rule."""
+"""The project does not violate any structure rule."""
 
 from functools import cache
 

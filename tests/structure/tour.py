@@ -1,8 +1,8 @@
-"""Reads the walks of docs/tour.md and compares them with what was traced. Holds no tests.
+"""Reads the walks of docs/tour.md and compares them with traced function calls. Contains no tests.
 
-A walk is a level-2 section. Its code blocks tagged `walk` list the functions that are entered, in order of first entry,
-one file a line: `file: Class.method, .another_method_of_Class, function`. tests/distributed/print_walk.py prints a
-traced walk in this form, to be pasted between the sentences of the page.
+A walk is a level-2 section. Its code blocks tagged `walk` list the functions that are called, in order of their first
+call, with one file per line: `file: Class.method, .another_method_of_Class, function`. tests/distributed/print_walk.py
+prints a traced walk in this form, to be pasted between the sentences of the page.
 
 `python -m tests.structure.tour` rewrites the page's last section, which links the file of each name.
 """
@@ -21,25 +21,25 @@ FILES_HEADING = "The files"
 
 
 def listed_functions(heading: str) -> list[str]:
-    """Returns `file: qualname` of each function in the walk below a level-2 heading of the page, in its order."""
+    """Returns `file: qualname` of each function in the walk below a level-2 heading, in the order of the page."""
     blocks = re.findall(r"^```walk\n(.*?)^```$", _section(heading), re.MULTILINE | re.DOTALL)
     assert blocks, f"{PAGE.name}: no block tagged walk below '## {heading}'"
     return [function for block in blocks for line in block.splitlines() if line.strip() for function in _expand(line)]
 
 
 def listed_nouns(heading: str) -> list[list[str]]:
-    """Returns the names in backticks in the first column of each table row below a level-2 heading of the page."""
+    """Returns the names in backticks in the first column of each table below a level-2 heading of the page."""
     rows = re.findall(r"^\|([^|]*`[^|]*)\|", _section(heading), re.MULTILINE)
     return [re.findall(r"`(\w+)`", row) for row in rows]
 
 
 def listed_files(heading: str) -> list[str]:
-    """Returns the files that a walk of the page enters, each once."""
+    """Returns the distinct files of a walk of the page."""
     return list(dict.fromkeys(_split(function)[0] for function in listed_functions(heading)))
 
 
 def page_with_links() -> str:
-    """Returns the page with a new last section: each name of the walks, with a link to its file."""
+    """Returns the page with a regenerated last section, which links each name of the walks to its file."""
     text = PAGE.read_text(encoding="utf-8")
     entered: dict[str, set[str]] = {}
     for block in re.findall(r"^```walk\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
@@ -57,7 +57,7 @@ def page_with_links() -> str:
 
 
 def differences(heading: str, entered: Iterable[str]) -> str:
-    """Returns a diff of the page's walk and the functions that were entered, `file: qualname` each; '' without any."""
+    """Returns a diff of the page's walk and the traced functions (`file: qualname`), or '' if they are equal."""
     return "\n".join(
         difflib.unified_diff(
             as_lines(listed_functions(heading)), as_lines(entered), "docs/tour.md", "traced", n=1, lineterm=""
@@ -66,7 +66,7 @@ def differences(heading: str, entered: Iterable[str]) -> str:
 
 
 def as_lines(entered: Iterable[str]) -> list[str]:
-    """Returns the lines of a walk block for functions given as `file: qualname`."""
+    """Formats functions, given as `file: qualname`, as the lines of a walk block."""
     split = [_split(function) for function in entered]
     return [_line(file, [name for _, name in parts]) for file, parts in groupby(split, key=lambda one: one[0])]
 
@@ -83,7 +83,7 @@ def _sources() -> dict[str, list[Path]]:
 
 @cache
 def _definitions(path: Path) -> set[str]:
-    """Returns the names of classes and functions of a file, except methods."""
+    """Returns the names of a file's classes and functions, without methods."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     methods = {id(node) for owner in ast.walk(tree) if isinstance(owner, ast.ClassDef) for node in owner.body}
     found = (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef | ast.FunctionDef))

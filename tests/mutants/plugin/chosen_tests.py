@@ -1,9 +1,9 @@
-"""Pytest plugin that runs chosen tests in a chosen order, and reports each start and end to the process that waits.
+"""Pytest plugin that runs chosen tests in a chosen order, and reports each start and end to the waiting process.
 
-It is loaded into versions of the project that may lack it, so it imports nothing of the project. The JSON file in
-CHOSEN_TESTS has four keys. files: the ids to run of each file, in order; null for all of a file, {} for every test.
-skip: ids not to run. failures: the number of failed tests after which the run stops. events: the file that gets one
-JSON line per event.
+It is loaded into versions of the project that may lack it, so it imports nothing of the project. The environment
+variable CHOSEN_TESTS names a JSON file with four keys. files: the test ids to run of each file, in order; null stands
+for all tests of a file, and {} for all files. skip: ids not to run. failures: the number of failed tests after which
+the run stops. events: the file that receives one JSON line per event.
 """
 
 import json
@@ -16,7 +16,7 @@ import pytest
 
 PLAN = pytest.StashKey[dict[str, Any]]()
 FAILED = pytest.StashKey[set[str]]()
-MARKS = ("slow", "soak")  # a version that lacks one would refuse to select by it
+MARKS = ("slow", "soak")  # a version that does not define a mark would reject selecting by it
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -56,7 +56,7 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 
 class _Reports:
-    """Reports failures; these hooks get no config."""
+    """Reports failures. This is a class because these hooks do not receive the config."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -76,7 +76,7 @@ def _file(test: str) -> str:
 
 
 def _reason(report: Any) -> str:
-    """Returns the error in one line."""
+    """Returns the error message as one short line."""
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = (crash.message if crash is not None else str(report.longrepr)).strip().splitlines() or [""]
     return lines[0 if crash is not None else -1][:160]
