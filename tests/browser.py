@@ -89,7 +89,7 @@ class Page:
         """Polls `is_so` until it returns True. Raises AssertionError, which names `what`, after `seconds`."""
         end = time.monotonic() + seconds
         while not is_so():
-            assert time.monotonic() < end, f"after {seconds} s still not: {what}; problems: {self.problems}"
+            assert time.monotonic() < end, f"still false after {seconds} s: {what}; problems: {self.problems}"
             time.sleep(0.05)
 
     def cut_off(self, is_cut: bool) -> None:
@@ -107,7 +107,7 @@ class Page:
                 assert "error" not in answer, (method, answer["error"])
                 return dict(answer["result"])
             self._notice(answer.get("method"), answer.get("params", {}))
-        raise AssertionError(f"the browser ended at {method}")
+        raise AssertionError(f"the browser ended during {method}")
 
     def _messages(self) -> Iterator[dict[str, Any]]:
         while True:

@@ -94,7 +94,9 @@ def run_program(
     outcomes = launch_on_ranks(
         _call, processes, program, words, str(folder), backend=None, env=env, timeout=timeout, grace=grace
     )
-    assert not any(outcome.outlived for outcome in outcomes), "a process of the run is alive 10 s after its last rank"
+    assert not any(outcome.outlived for outcome in outcomes), (
+        "a process of the run was still alive 10 s after its last rank"
+    )
     return Run(outcomes, read_log(folder))
 
 

@@ -65,7 +65,7 @@ class _Runs:
 def test_flags_without_effect_change_no_bit(base: str, tmp_path: Path) -> None:
     flags = flag_table().in_state(FlagState.NO_EFFECT)
     changed = list(_runs(base, tmp_path).changed_by(flags))
-    assert not changed, f"{changed} change what a run logs: refuse them, or say what they do"
+    assert not changed, f"{changed} change the log of a run: reject them, or document their effect"
 
 
 def test_a_flag_that_changes_a_run_is_found_among_others(tmp_path: Path) -> None:

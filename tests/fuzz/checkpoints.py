@@ -66,7 +66,7 @@ class CheckpointFuzzer:
     def check(self, case: Damaged, folder: Path) -> Verdict:
         act = _ACTIONS[case.action]
         verdict = judged(partial(act, self, case, folder=folder), folder)
-        assert not (folder / "harm").exists(), "something in the checkpoint was run"
+        assert not (folder / "harm").exists(), "code in the checkpoint was executed"
         return verdict
 
     def load(self, case: Damaged, *, folder: Path) -> None:
@@ -87,7 +87,9 @@ class CheckpointFuzzer:
                     [ShardedTensor.at(key, read, tuple(tensor.shape), tuple(one.start for one in window))], found.path
                 )
                 same = read.view(torch.uint8) == tensor[window].contiguous().view(torch.uint8) if read.ndim else True
-                assert case.is_content_changed or bool(torch.as_tensor(same).all()), f"{key} is not what was saved"
+                assert case.is_content_changed or bool(torch.as_tensor(same).all()), (
+                    f"{key} differs from the saved tensor"
+                )
 
     def inspect(self, case: Damaged, *, folder: Path) -> None:
         assert checkpoint_tool.main(["inspect", str(folder / "saved"), *case.words]) == 0

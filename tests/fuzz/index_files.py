@@ -136,7 +136,9 @@ class IndexFuzzer:
         idx, content = (folder / "a.idx").read_bytes(), (folder / "a.bin").read_bytes()
         expected = sequences_of(idx, content, multimodal=case.multimodal)
         verdict = judged(lambda: _check_read(folder, case, expected=expected), folder)
-        assert (verdict is Verdict.RIGHT) == (expected is not None), f"{verdict}, but it should be {expected}"
+        assert (verdict is Verdict.RIGHT) == (expected is not None), (
+            f"{verdict}, but the independent reader found {expected}"
+        )
         # A valid pair may still be rejected as training data for other reasons.
         judged(lambda: _check_samples(folder, expected=expected), folder)
         return verdict

@@ -54,7 +54,7 @@ class LegacyFuzzer:
 
     def check(self, case: Files, folder: Path) -> Verdict:
         verdict = judged(partial(self._convert, case, folder), folder)
-        assert not (folder / "harm").exists(), "something in the files was run"
+        assert not (folder / "harm").exists(), "code in the files was executed"
         return verdict
 
     def _convert(self, case: Files, folder: Path) -> None:

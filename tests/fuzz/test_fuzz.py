@@ -25,6 +25,6 @@ LEAST_RIGHT = {"flags": 20, "yaml": 8, "idx": 20, "cache": 100, "checkpoints": 4
 def test_every_input_is_used_right_or_refused_by_name(kind: str) -> None:
     usual, soak = COUNTS[kind]
     tally = fuzz(KINDS[kind], count=(count := long_count(usual, soak=soak)))
-    assert not tally.failures, f"python -m tests.fuzz {kind} --reproduce BLOB repeats one: {tally}"
+    assert not tally.failures, f"python -m tests.fuzz {kind} --reproduce BLOB reproduces a failure: {tally}"
     assert tally.verdicts[Verdict.RIGHT] >= count * LEAST_RIGHT[kind] // 100, tally
     assert tally.verdicts.total() == count

@@ -118,7 +118,7 @@ class YamlFuzzer:
             verdict = judged(lambda: pretrain_gpt.main(argv), folder)
         else:
             verdict = judged(lambda: _check_round_trip(argv, folder), folder)
-        assert not (folder / "harm").exists(), "the file was run"
+        assert not (folder / "harm").exists(), "code in the file was executed"
         return verdict
 
 

@@ -65,7 +65,9 @@ def test_every_flag_that_works_is_run_by_a_case_and_has_a_line_of_help() -> None
     used = set(_flags_of_runs())
     unrun = {flag.flags[0] for flag in _working() if not any(word.removeprefix("--") in used for word in flag.flags)}
     unsaid = [flag.flags[0] for flag in _working() if len(flag.help.split()) < 2]
-    assert unrun == RUN_ELSEWHERE.keys() and not unsaid, f"no case has {unrun ^ RUN_ELSEWHERE.keys()} or {unsaid}"
+    assert unrun == RUN_ELSEWHERE.keys() and not unsaid, (
+        f"without a case: {unrun ^ RUN_ELSEWHERE.keys()}; without help: {unsaid}"
+    )
 
 
 def _flags_of_runs() -> Iterator[str]:
@@ -89,10 +91,10 @@ def test_every_flag_of_a_feature_is_explained_on_a_page() -> None:
     pages = "".join(path.read_text() for path in (ROOT / "docs").glob("*.md") if path != DOCS_FILE)
     flags = [f.flags[0] for f in flag_table().flags if f.known is not None and f.known.owner in SHOWN_OWNERS]
     unexplained = [flag for flag in flags if not re.search(rf"{flag}(?![\w-])", pages)]
-    assert not unexplained, f"no page in docs/ has {unexplained}"
+    assert not unexplained, f"no page in docs/ explains {unexplained}"
 
 
-@pytest.mark.skipif(not UPSTREAM_FILE.exists(), reason="the list of known flags is not beside this checkout")
+@pytest.mark.skipif(not UPSTREAM_FILE.exists(), reason="the list of known flags is not next to this checkout")
 def test_known_flags_are_those_of_the_shared_list() -> None:
     shared = json.loads(UPSTREAM_FILE.read_text())
     rows = [{**row, "group": group} for group, members in shared["groups"].items() for row in members]

@@ -11,7 +11,7 @@ def test_every_fault_has_its_place_in_these_files() -> None:
         text = (ROOT / fault.file).read_text(encoding="utf-8")
         found = text.count(fault.old)
         assert found == 1 and fault.old != fault.new, (
-            f"{fault.name}: its text is {found} times in {fault.file}; move it in tests/mutants/faults.yaml so that it "
+            f"{fault.name}: its text occurs {found} times in {fault.file}; fix tests/mutants/faults.yaml so that it "
             f"still breaks this: {fault.breaks}"
         )
 
@@ -20,5 +20,5 @@ def test_every_fault_of_the_device_model_has_its_place_in_these_files() -> None:
     for fault in yaml.safe_load((ROOT / "tests/device_model/faults.yaml").read_text(encoding="utf-8")):
         found = (ROOT / fault["file"]).read_text(encoding="utf-8").count(fault["old"])
         assert found == 1, (
-            f"{fault['name']}: its text is {found} times in {fault['file']}; move it in tests/device_model/faults.yaml"
+            f"{fault['name']}: its text occurs {found} times in {fault['file']}; fix tests/device_model/faults.yaml"
         )
