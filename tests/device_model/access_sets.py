@@ -91,7 +91,7 @@ def plan(
     layout: list[int],
     tensors: list[int],
 ) -> Callable[[], list[Usage]]:
-    """Allocates free pages. Returns a function that lists the bytes that the operator used."""
+    """Accesses of `plan`, which allocates free pages. Returns a function that lists them after the operator has run."""
 
     def used() -> list[Usage]:
         operands = _Operands(device, table, held, layout, tensors)
@@ -118,7 +118,7 @@ def stash(
     tensors: list[int],
     num_programs: int,
 ) -> Callable[[], list[Usage]]:
-    """Copies rows into pages."""
+    """Accesses of `stash`, which copies rows into pages. Returns a function that lists them."""
     return lambda: _copy(device, sources, Use.READ, device_pages, host_pages, table, held, layout, tensors)
 
 
@@ -134,7 +134,7 @@ def restore(
     tensors: list[int],
     num_programs: int,
 ) -> Callable[[], list[Usage]]:
-    """Copies rows out of pages."""
+    """Accesses of `restore`, which copies rows out of pages. Returns a function that lists them."""
     return lambda: _copy(device, targets, Use.WRITE, device_pages, host_pages, table, held, layout, tensors)
 
 
@@ -180,7 +180,10 @@ def release(
     layout: list[int],
     tensors: list[int],
 ) -> Callable[[], list[Usage]]:
-    """Releases pages. The operator does not receive the pages, so the pool is looked up by its ring."""
+    """Accesses of `release`, which frees pages. Returns a function that lists them.
+
+    The operator does not receive the pages, so their pool is looked up by its ring.
+    """
     operands = _Operands(device, table, held, layout, tensors)
     reference = device.page_pools.get(device.block_of(ring))
     pool = None if reference is None else reference()

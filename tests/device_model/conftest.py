@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def _can_be_built() -> None:
-    """Skips a test unless torch is a CPU build, whose missing CUDA the model replaces, and a C++ compiler exists."""
+    """Skips a test unless torch is a CPU build, on which the model emulates CUDA, and a C++ compiler exists."""
     if torch.version.cuda is not None:
         pytest.skip("the device model needs a CPU build of torch")
     # .ci/run sets CI_HAS_BROWSER. In CI, a missing tool is a failure.

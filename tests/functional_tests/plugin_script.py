@@ -21,7 +21,7 @@ def main(argv: list[str]) -> None:
 
 
 def main_with_builder(argv: list[str]) -> None:
-    """Trains with pretrain_gpt's functions and a builder bound to the model provider, as Megatron-LM's main branch."""
+    """Trains with pretrain_gpt's functions and a builder bound to the model provider, a form used by Megatron-LM."""
     wrapped, store = inprocess_restart.maybe_wrap_for_inprocess_restart(pretrain)
     wrapped(
         pretrain_gpt.train_valid_test_datasets_provider,

@@ -1,4 +1,4 @@
-"""A script in Megatron-LM's form, with its own providers, batches, losses and datasets, trains as pretrain_gpt.py."""
+"""A script in Megatron-LM's form, with custom providers, losses and datasets, trains exactly like pretrain_gpt.py."""
 
 from pathlib import Path
 

@@ -11,7 +11,8 @@ from tests.harness import run_on_ranks
 RUN: Flags = {"micro-batch-size": 1, "lr-warmup-iters": 0, "clip-grad": 0.3, "eval-iters": 0, "log-interval": 1}
 EXPERTS: Flags = {"num-layers": 4, "seq-length": 16, "init-method-std": 0.1, "moe-expert-rank-capacity-factor": 2}
 HALF: Flags = {"bf16": True}
-# For graphs of parts, which return gradients in half precision. Fused accumulation would add unrounded ones to fp32.
+# For graphs of parts, which return gradients in half precision. In eager steps, fused accumulation would add unrounded
+# gradients to fp32.
 HALF_OF_PARTS: Flags = {**HALF, "no-gradient-accumulation-fusion": True}
 # The loss scale is so large, and grows so often, that steps overflow repeatedly.
 SCALED: Flags = {"fp16": True, "initial-loss-scale": 2.0**18, "loss-scale-window": 2, "hysteresis": 1}
