@@ -204,7 +204,7 @@ def layer_on_rank(folder: str) -> None:
     parallel_state.initialize_model_parallel(expert_model_parallel_size=2)
     build = partial(build_layer, parallel_state.get_process_groups())
     flex = {**KINDS["static"], "moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": "symm_mem"}
-    with pytest.raises(ValueError, match="requires a CUDA device .the current device is cpu.: give .*alltoall"):
+    with pytest.raises(ValueError, match="requires a CUDA device .the current device is cpu.: use .*alltoall"):
         build(**flex)
     with stand_ins(folder):
         with patch.object(dispatch_flex, "default_device", lambda: torch.device("cuda")):

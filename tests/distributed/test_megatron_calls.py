@@ -197,7 +197,7 @@ def _buffers_alone() -> None:
         group.finish_param_sync()
         for bucket in group.buckets:
             assert bucket.param_data.unique().tolist() == [7.0, 8.0]
-        with pytest.raises(ValueError, match="force_all_reduce is set"):
+        with pytest.raises(ValueError, match="force_all_reduce and use_distributed_optimizer are both set"):
             group.start_grad_sync(force_all_reduce=True)
 
 

@@ -279,7 +279,7 @@ def test_what_has_no_values_is_refused_by_name_and_param_init_fn_gives_them() ->
         bare, forgetful, growing, half = texts
         assert "1.weight is on the meta device and its Bare has no reset_parameters()" in bare
         assert "1.table was on the meta device, and Forgetful.reset_parameters() has left it" in forgetful
-        assert "1.weight has shape (5, 4) after it was initialised, and was built with (4, 4)" in growing
+        assert "1.weight has shape (5, 4) after it was initialized, and was built with (4, 4)" in growing
         assert "1.weight is on the meta device and 1.bias of the same Half is not" in half
 
 

@@ -179,10 +179,10 @@ def test_packed_samples_are_cut_at_their_borders_and_only_where_ranks_have_them_
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
     core: Any = model.decoder.layers[0].self_attention.core_attention
     rows = torch.zeros(batch * length, 4, 8)
-    with pytest.raises(ValueError, match="attention_mask is given: .*set transformer_impl to local"):
+    with pytest.raises(ValueError, match="got causal, a mask and 1.*set transformer_impl to local"):
         core(rows, rows, rows, torch.zeros(1, 1, 1, 1, dtype=torch.bool), packed_seq_params=packed)
     core.cp_size = 2
-    with pytest.raises(ValueError, match="context_parallel_size is 2"):
+    with pytest.raises(ValueError, match="got causal, None and 2"):
         core(rows, rows, rows, packed_seq_params=packed)
     with pytest.raises(ValueError, match="attention_bias is given"):
         core(rows, rows, rows, attention_bias=rows)

@@ -289,8 +289,8 @@ class DistributedDataParallel(_BaseDataParallel):
         """
         if force_all_reduce and self.ddp_config.use_distributed_optimizer:
             raise ValueError(
-                "finish_grad_sync: force_all_reduce is set with use_distributed_optimizer, with which each rank "
-                "receives only the sums of its shards: set only one of them"
+                "finish_grad_sync: force_all_reduce and use_distributed_optimizer are both set, but the distributed "
+                "optimizer provides each rank with the sums of its shards only: set only one of them"
             )
         self.launch_order.finish()
         self._hook_runner.check_whole()

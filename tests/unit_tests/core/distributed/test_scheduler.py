@@ -205,7 +205,7 @@ def test_gradients_are_scaled_before_and_after_the_end_but_not_while_they_are_on
 def test_what_overlap_and_shards_do_not_allow_is_refused():
     with pytest.raises(ValueError, match="enable_forward_pre_hook was called with overlap_param_gather False: set it"):
         wrapped(nn.Linear(2, 2)).enable_forward_pre_hook()
-    with pytest.raises(ValueError, match="force_all_reduce is set with use_distributed_optimizer"):
+    with pytest.raises(ValueError, match="force_all_reduce and use_distributed_optimizer are both set"):
         wrapped(nn.Linear(2, 2), use_distributed_optimizer=True).finish_grad_sync(force_all_reduce=True)
     with pytest.raises(
         TypeError, match="cannot be copied, because process groups cannot be copied: copy its `module` after"
