@@ -68,7 +68,7 @@ class PlainFiles:
                 self.kinds[weight] = replace(files.kinds[weight], dtype=torch.bfloat16)
 
     def read(self, name: str) -> Tensor:
-        """Returns a tensor on the host, any shape, dequantized if necessary; `kinds` lists shapes and dtypes."""
+        """Returns a tensor on the host, any shape, dequantized if necessary; `kinds` has shape and dtype."""
         if name not in self._files.kinds:
             return _from_mxfp4(self._files.read(name + _BLOCKS), self._files.read(name + _SCALES))
         values = self._files.read(name)
