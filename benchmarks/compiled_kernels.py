@@ -137,7 +137,7 @@ def ptx_facts(ptx: str) -> dict[str, Any]:
 
 
 def _tensor_instructions(names: Iterable[str], pattern: str) -> str:
-    """Returns the matching instructions with their counts. Names of machine instructions end at the first dot."""
+    """Counts instructions whose name matches `pattern`, as in "HMMA 12". Cuts machine instructions at the first dot."""
     short = (name if name.islower() else name.partition(".")[0] for name in names)
     counts = Counter(name for name in short if re.match(pattern, name))
     return " ".join(f"{name} {count}" for name, count in sorted(counts.items()))

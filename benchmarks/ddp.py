@@ -115,7 +115,7 @@ def overlap_figures(measured: dict[str, list[Measurement]]) -> dict[str, dict[st
 
 
 def build_observed(*flags: str) -> Callable[[], float | None]:
-    """Builds our side with an event log of every step. Its result is the hidden share of the communication."""
+    """Builds a step of this framework with an event log; it returns the share of communication that backward hides."""
     run = build_run(*flags)
     log = EventLog(run.device)
     for order in {chunk.launch_order for chunk in run.model if isinstance(chunk, DistributedDataParallel)}:

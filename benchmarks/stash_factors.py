@@ -79,10 +79,10 @@ class Shape:
     num_microbatches: int
 
     def batch(self, ranks: int) -> list[str]:
-        """Returns the batch flags of a step on that many ranks.
+        """Returns the batch-size flags for a step on `ranks` ranks.
 
-        It has as many microbatches as on RANKS ranks, and at least one per rank. If these are more than were recorded,
-        the simulation draws them from the microbatches of the step.
+        The total number of microbatches is the same as on RANKS ranks, but each rank has at least one. If a step
+        requires more microbatches than were recorded, the simulation draws them from the recorded ones of that step.
         """
         num_microbatches = max(1, self.num_microbatches * RANKS // ranks)
         size = ranks * self.micro_batch * num_microbatches

@@ -416,7 +416,8 @@ def _write_core(options: argparse.Namespace) -> None:
 def _convert_files(options: argparse.Namespace) -> None:
     if options.source == options.target:
         raise ValueError(
-            f"--from and --to are both {options.source}: must differ; {_CANONICAL} can be loaded in any layout"
+            f"--from and --to are both {options.source}: must differ. To change only the layout, no conversion is "
+            f"needed: {_CANONICAL} checkpoints can be loaded in any layout"
         )
     if options.source == _CORE:
         return _convert_core(options)

@@ -215,7 +215,7 @@ def compare_all(names: Sequence[PublicName] | None = None) -> list[Comparison]:
 
 
 def compare(name: PublicName) -> Comparison:
-    """Looks up a name in this project and compares its parameters. Raises import errors of modules that exist."""
+    """Looks up a name in this project and compares its parameters. Raises ImportError if an existing module fails."""
     owner = _owner(name)
     if owner is None:
         return Comparison(name, Verdict.MISSING, "its module or class does not exist here", _why_unsupported(name))

@@ -456,7 +456,7 @@ def nothing_found(summary: Summary, inputs: list[str]) -> str:
 
 
 def report(summary: Summary, prefixes: list[str], *, is_packed: bool, seconds: float) -> None:
-    """Prints a summary line with the --data-path flag that reads the files, and skipped lines to standard error."""
+    """Prints a summary line that ends with the --data-path flag for the files. Lists skipped lines on stderr."""
     for line in summary.first_bad:
         print(f"skipped {line}", file=sys.stderr)
     if summary.num_bad:

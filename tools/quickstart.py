@@ -254,7 +254,7 @@ def sha256(path: Path) -> str:
 
 
 def remove_tokens(workspace: Workspace) -> None:
-    """Removes the token files of any key."""
+    """Removes all token files of the workspace, whatever their key."""
     for path in workspace.folder.glob("tokens_*_document.*"):
         path.unlink()
 

@@ -191,7 +191,7 @@ def page(results: Path) -> str:
 
 
 def last_records(records: Sequence[Record]) -> dict[str, Record]:
-    """Returns the last final record of each check. Ignores records of checks that had no time left."""
+    """Returns each check's latest final record. Ignores records of checks that did not run; see Record.is_final."""
     return {record.check: record for record in records if record.is_final}
 
 

@@ -147,7 +147,10 @@ def _threshold(number: str, unit: str, *, seq_length: int) -> int:
     whole, _, fraction = number.partition(".")
     if not unit:
         if fraction:
-            raise ValueError(f"step_batch_size_schedule: {number} samples: must be whole, or tokens with K, M, B or T")
+            raise ValueError(
+                f"step_batch_size_schedule: threshold {number} has no unit, so it counts samples and must be an "
+                "integer; for tokens append K, M, B or T"
+            )
         return int(whole)
     tokens = int(whole + fraction) * _TOKEN_UNITS[unit]
     return -(-tokens // (10 ** len(fraction) * seq_length))

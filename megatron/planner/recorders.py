@@ -372,9 +372,9 @@ def _bytes_of(tensors: Any) -> int:
 class LiveBytes(TorchDispatchMode):
     """Counts the live bytes of storages that operators allocate on a device while the mode is active.
 
-    Counts on this thread, as the innermost mode, until the last tensor of a storage is freed. peaks: largest number of
-    live bytes in each part that `begin` started; "" is the part before the first `begin`. messages_peak: largest number
-    of live bytes among the inputs and outputs of collectives.
+    A storage is live until its last tensor is freed. The mode must be the innermost one, and sees only operators of its
+    thread. peaks: largest number of live bytes in each part that `begin` started; "" is the part before the first
+    `begin`. messages_peak: largest number of live bytes among the inputs and outputs of collectives.
     """
 
     def __init__(self, device_type: str = "meta") -> None:

@@ -76,8 +76,8 @@ def script_of_call(
         args, provider = cfg_container, model_provider or _provide_gpt
     elif cfg_container is not None:
         raise ValueError(
-            f"cfg_container is a {type(cfg_container).__name__}: must be the result of parse_args, or None for the "
-            "command line; calls of released versions begin with the dataset provider"
+            f"cfg_container is a {type(cfg_container).__name__}: must be the result of parse_args, None to parse "
+            "the command line or, as in released versions, the dataset provider function"
         )
     _check_model_type(model_type)
     functions: dict[str, Any] = {

@@ -203,7 +203,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
-        """Returns a context for all backwards of a step but the last; they are reduced, and their sums accumulate."""
+        """Returns a context for all backwards of a step but the last. Each adds its reduced gradients to the shards."""
         with self._backwards(is_last=False, is_reducing=self._is_reducing):
             yield
 

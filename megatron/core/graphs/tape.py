@@ -82,7 +82,7 @@ class Tape:
 
     @torch.no_grad()
     def replay(self) -> None:
-        """Fills memory of later captures of the pool with NaN, then runs all operators on their memory."""
+        """Overwrites memory that later captures of the pool allocated with NaN, then reruns the recorded operators."""
         for later in self._pool.later_than(self):
             _spoil(later.made.values())
         for launch in self._launches:

@@ -169,7 +169,7 @@ class _Neighbours(Generic[_Key]):
 def ranges_in(
     buffer: FlatBuffer, spans: Iterable[Span], *, groups: Mapping[nn.Parameter, _Key]
 ) -> Iterator[_Neighbours[_Key]]:
-    """Yields the joined parameter ranges in the given spans of a buffer. groups: the key of each parameter."""
+    """Joins adjacent parameter ranges with the same key, span by span. groups: maps parameters to their keys."""
     # Sorted by position, so that a bisection finds the slots of a span. An empty parameter starts where the next one
     # does.
     slots = sorted(buffer.slots, key=lambda slot: (slot.span.start, slot.span.end))

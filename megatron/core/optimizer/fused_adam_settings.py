@@ -106,8 +106,8 @@ class AdamMemory:
             )
         if not self.store_params and sync not in (None, param.dtype):
             raise ValueError(
-                f"{name} is {param.dtype} and param_sync_dtype {sync} with store_params False: parameters without "
-                "masters must be gathered in the parameter dtype, so set only one of the two"
+                f"{name} is {param.dtype}, but param_sync_dtype is {sync} and store_params is False: parameters "
+                "without masters must be gathered in their dtype. Leave param_sync_dtype unset, or set store_params"
             )
 
     def grad_dtype(self, param: nn.Parameter) -> torch.dtype:

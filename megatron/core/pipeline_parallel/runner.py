@@ -38,9 +38,9 @@ class ScalesAuxLosses(Protocol):
 
 
 class _Kept(NamedTuple):
-    """The state of a forward that its backward requires: the input, and the end of its graph.
+    """State of a forward that its backward requires. given: the chunk's input. edge: the autograd edge of the output.
 
-    The edge does not reference the output, so the output's memory can be freed after it was sent.
+    A GradientEdge does not reference the output tensor, so its memory can be freed once the output has been sent.
     """
 
     given: torch.Tensor | None

@@ -39,6 +39,7 @@ def validate_mtp(config: MTPConfig, *, pipeline_layout: str | None, letters: int
     """Raises ValueError if the layout does not contain mtp_num_layers MTP layers. letters: count of m in the layout."""
     if pipeline_layout is not None and letters != (config.mtp_num_layers or 0):
         raise ValueError(
-            f"pipeline_model_parallel_layout is {pipeline_layout!r} with {letters} layers of multi-token prediction "
-            f"(m): must be mtp_num_layers ({config.mtp_num_layers or 0}), after the last t"
+            f"pipeline_model_parallel_layout is {pipeline_layout!r}, which contains {letters} times m "
+            f"(multi-token prediction): must contain it mtp_num_layers ({config.mtp_num_layers or 0}) times, after the "
+            "last t"
         )

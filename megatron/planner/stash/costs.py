@@ -120,7 +120,9 @@ class Machine:
 
 @dataclass(frozen=True)
 class StageCosts:
-    """Costs of one stage on the rank with the largest value, in seconds per step, as means over steps.
+    """Estimated costs of one stage.
+
+    Each time is in seconds per step: the mean over steps, on the rank where that mean is the largest.
 
     forward, backward: the experts' GEMMs, with which copies can overlap. stash: copies into pages and back. spill:
     copies to the host, in one direction. act, gate_up: recomputation. waiting_groups: groups saved for backward at the

@@ -144,7 +144,7 @@ class Tying(enum.Enum):
 
     @classmethod
     def between(cls, stored: Mapping[str, Any], here: Mapping[str, Any]) -> "Tying":
-        """Determines the conversion from the arguments of a checkpoint and of a run."""
+        """Returns the conversion that a load requires, given the arguments of the checkpoint and of the run."""
         if FLAG not in stored or FLAG not in here or bool(stored[FLAG]) == bool(here[FLAG]):
             return cls.SAME
         return cls.SPLIT if here[FLAG] else cls.JOIN

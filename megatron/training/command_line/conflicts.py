@@ -75,12 +75,12 @@ def _graph_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
         (
             "cpu_offloading_num_layers",
             args.cpu_offloading_num_layers,
-            "host memory for activations is allocated during a step; leave it out",
+            "host memory for activations is allocated during a step; omit the flag",
         ),
         (
             "fine_grained_activation_offloading",
             args.fine_grained_activation_offloading,
-            "host memory for activations is allocated during a step; leave it out, or use --moe-paged-stash",
+            "host memory for activations is allocated during a step; omit the flag, or use --moe-paged-stash",
         ),
     ]
     if args.cuda_graph_impl == "local":

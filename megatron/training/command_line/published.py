@@ -33,7 +33,7 @@ def publish_run(args: argparse.Namespace | None) -> None:
 
 
 def publish_timers(timers: Timers) -> None:
-    """Publishes the timers of the run."""
+    """Makes the run's timers available to get_timers()."""
     _HOLDER.timers = timers
 
 

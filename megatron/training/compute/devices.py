@@ -150,7 +150,7 @@ def devices_of_file(path: Path) -> list[Device]:
 def _device(name: str, figures: Any, *, path: Path) -> Device:
     names = [field.name for field in fields(Device) if field.name != "name"]
     if not isinstance(figures, dict):
-        raise CommandLineError(f"{path}: {name} is {figures!r}: must have {', '.join(names)}")
+        raise CommandLineError(f"{path}: {name} is {figures!r}: must be a mapping with {', '.join(names)}")
     for wrong in figures:
         if wrong not in names:
             raise CommandLineError(f"{path}: {name}.{wrong} is unknown{did_you_mean(str(wrong), names)}")

@@ -100,7 +100,10 @@ def test_sizes_are_rounded_down_only_where_asked():
         ({"step_batch_size_schedule": "0:2 5:4"}, "global_batch_size is 8: must be omitted or be the last"),
         ({"step_batch_size_schedule": "0:2,5:8"}, "must be THRESHOLD:BATCH_SIZE pairs"),
         ({"step_batch_size_schedule": "0:2 5:4 5:8"}, r"thresholds must start at 0 and increase.*\[0, 5, 5\]"),
-        ({"step_batch_size_schedule": "0:2 1.5:8"}, "1.5 samples: must be whole"),
+        (
+            {"step_batch_size_schedule": "0:2 1.5:8"},
+            "threshold 1.5 has no unit, so it counts samples and must be an integer",
+        ),
         ({"step_batch_size_schedule": "0:0 1:8"}, "at least 1"),
     ],
 )

@@ -1,9 +1,8 @@
 """Rows sorted by expert in fixed-size buffers, where only the device knows how many rows are live.
 
-As in permutation.py, the orders, which assign rows to slots, come first. The movements follow: two autograd functions,
-each the gradient of the other. Their operators have a CPU version here and a Triton kernel in triton_rows.py. No shape
-depends on the routing. The orders never read the device on the host. The movements never read rows beyond the live
-rows, which may therefore be undefined.
+As in permutation.py, an *order* assigns rows to slots; it is computed on the device without a host sync. Two autograd
+functions, each the gradient of the other, then move the rows. Each operator has a CPU version here and a Triton kernel
+in triton_rows.py. No shape depends on the routing. Rows beyond the live ones are never read, so they may be undefined.
 
 A slot is one choice of one token: slot t * K + k. T tokens, K choices, e experts of a rank, C rows of the buffer, of
 which the first R are live, W elements in a row.

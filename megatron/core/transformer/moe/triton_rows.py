@@ -187,7 +187,9 @@ def order_slots(
     rows_per_part: int,
     alignment: int,
 ) -> tuple[Tensor, ...]:
-    """Assigns rows to slots by expert in two launches, counts then rows. See [Note: order of slots].
+    """Assigns a buffer row to each slot, sorted by expert. See [Note: order of slots].
+
+    One kernel counts the slots of each expert, and a second one assigns the rows.
 
     expert_indices: [T, K], int64 or int32. Returns slot_of_row, token_of_row: [num_parts * rows_per_part], int32;
     row_of_slot: [T, K], int32; wanted, kept: [num_experts], int64; rows_needed, num_rows: [1], int64.

@@ -43,7 +43,7 @@ REFUSED = [
     ({**REMAINDERS, "param_sync_dtype": FP16}, BF16, "store_param_remainders.*float16.*bfloat16"),
     ({**SCALED, "dtype": FP32}, FP16, "with_scaled_states.*dtype.*float32.*float16"),
     ({**SCALED, "store_params": False}, FP16, "with_scaled_states.*store_params"),
-    ({"store_params": False, "param_sync_dtype": BF16}, FP16, "float16 and param_sync_dtype torch.bfloat16"),
+    ({"store_params": False, "param_sync_dtype": BF16}, FP16, "float16, but param_sync_dtype is torch.bfloat16"),
     ({**SCALED, "capturable": True}, FP16, "capturable.*with_scaled_states|with_scaled_states.*capturable"),
     ({**REMAINDERS, "capturable": True}, BF16, "capturable.*store_param_remainders|store_param_remainders.*capturable"),
 ]

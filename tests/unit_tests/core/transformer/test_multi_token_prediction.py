@@ -151,8 +151,8 @@ def test_no_layers_have_no_spec() -> None:
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        ("Et|tL", "with 0 layers .*must be mtp_num_layers .1"),
-        ("Et|tmmL", "with 2"),
+        ("Et|tL", "contains 0 times m .*must contain it mtp_num_layers .1"),
+        ("Et|tmmL", "contains 2 times m"),
         ("Etm|tL", "before the loss, in the same stage"),
     ],
 )

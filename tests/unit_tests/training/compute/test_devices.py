@@ -134,7 +134,7 @@ def test_files_that_hold_no_devices_are_named(tmp_path: Path) -> None:
     missing = {field: value for field, value in ENTRIES["H100"].items() if field != "kernel_us"}
     for text, right in (
         ({"H100": missing}, "H100.kernel_us is missing: must be a number of at least 0"),
-        ({"H100": 80}, "H100 is 80: must have bf16_tflops"),
+        ({"H100": 80}, "H100 is 80: must be a mapping with bf16_tflops"),
         ("", "has no devices"),
         ("- H100", "has no devices"),
         ("H100: {", "while parsing"),

@@ -304,10 +304,10 @@ def _highest_in_one_walk(passes: Sequence[_Pass], taken: list[int], *, above: li
 
 
 def _highest(passes: Sequence[_Pass], taken: list[int], *, given_back: list[int], above: list[int]) -> int:
-    """Returns the maximum of level + above[g] over the forwards of all groups g after the first pass.
+    """Returns the maximum of level + above[g] after the forward of each group g that follows the first pass.
 
-    The first pass is a forward, after which the level is 0. Later groups allocate and release the page counts in
-    `taken`. The first group and earlier groups release the counts in `given_back`.
+    level: number of pages allocated since the first pass, a forward. Later groups allocate and release the page counts
+    in `taken`. The first group and earlier groups release the counts in `given_back`.
     """
     level = highest = 0
     start = passes[0].rank
