@@ -89,7 +89,8 @@ def test_tiktoken_reads_a_million_blanks(tik: dict[str, BaseTokenizer], text: st
     assert tik["tiktoken"].decode(tik["tiktoken"].encode(blanks)) == blanks
 
 
-@given(text=TEXTS)
+# transformers encodes the name of the special token as its id, GPT2BPETokenizer as text.
+@given(text=TEXTS.filter(lambda text: "<|endoftext|>" not in text))
 def test_gpt2_ids_are_those_of_transformers(files: dict[str, Path], text: str) -> None:
     tokenizer = build("GPT2BPETokenizer", files["vocab"], files["merges"])
     words = [line for line in files["merges"].read_text().splitlines() if line[:1] != "#"]

@@ -167,7 +167,7 @@ def test_unset_fields_follow_from_others() -> None:
         ),
         (
             {"lora_rank": 6, "num_moe_experts": 2, "moe_grouped_gemm": True},
-            "lora_rank is 6: must be a multiple of 4 with moe_grouped_gemm",
+            "lora_rank is 6: must be a multiple of 4, because the kernel of moe_grouped_gemm",
         ),
         (
             {"lora_rank": 8, "num_moe_experts": 2, "expert_tensor_parallel_size": 2},

@@ -43,7 +43,7 @@ def test_a_part_is_called_by_the_layers_runner_with_the_bound_method_and_its_arg
     assert torch.equal(layer.compute(x, factor=3.0), 3 * x)
     ((function, args, kwargs),) = calls
     assert function.__self__ is layer and args == (x,) and kwargs == {"factor": 3.0}
-    assert layer.compute.__name__ == "compute" and layer.compute.__doc__ == "Multiplies x: [T], fp32."
+    assert layer.compute.__name__ == "compute" and layer.compute.__doc__ == "Multiplies x by the factor. x: [T], fp32."
 
 
 @pytest.mark.parametrize("name", ["mpl", "moe_act"])

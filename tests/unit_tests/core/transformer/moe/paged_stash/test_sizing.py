@@ -107,7 +107,7 @@ def test_bytes_overrule_the_factor_and_recomputed_act_takes_no_pages() -> None:
     layout = pool_layout(config, needs_of(config, events), learned=LearnedSizes())
     assert layout == PoolLayout(PAGE, 10)
     absurd = settings(cpu=1e9)
-    with pytest.raises(ValueError, match="factor_cpu requests .* pages of 8192 bytes: must be fewer than 2..31; full"):
+    with pytest.raises(ValueError, match="factor_cpu requests .* pages of 8192 bytes: must be fewer than 2..31; even"):
         pool_layout(absurd, needs_of(absurd, events), learned=LearnedSizes())
     config = settings(recompute_granularity="selective", recompute_modules=["moe_act"])
     assert [spec.priority for spec in expert_specs(config, rows=7)] == [
