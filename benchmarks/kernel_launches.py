@@ -1,8 +1,8 @@
 """Records the launches of every Triton kernel without a GPU: the matrix of all choices of the launchers, and the hot
 shapes.
 
-Launchers run on CPU tensors whose memory is never accessed, with a recorder instead of each kernel. Triton's own binder
-then determines the signature, the constants and the divisibilities of the launch, so that a case is exactly what
+Launchers run on CPU tensors whose memory is never accessed, and each kernel's run() is recorded instead. Triton's own
+binder then determines the signature, the constants and the divisibilities of the launch, so that a case is exactly what
 a GPU would compile. Neither compiles nor measures; compiled_kernels.py does.
 
 Shapes: C rows of the buffers, e experts, H hidden, F ffn, T tokens, K choices, W elements in a row.
@@ -11,7 +11,7 @@ Shapes: C rows of the buffers, e experts, H hidden, F ffn, T tokens, K choices, 
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
@@ -82,19 +82,6 @@ class Launch:
         return str(self.kernel.__name__)
 
 
-class _Recorder:
-    """Replaces a kernel and records its launches instead of running them."""
-
-    def __init__(self, kernel: JITFunction, into: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]) -> None:
-        self._kernel, self._into = kernel, into
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            self._into.append((self._kernel, args, kwargs))
-
-        return launch
-
-
 @functools.cache
 def kernels() -> Mapping[str, ModuleType]:
     """Returns the module of the launcher for each launched kernel."""
@@ -104,10 +91,12 @@ def kernels() -> Mapping[str, ModuleType]:
 @contextmanager
 def _recording() -> Iterator[list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]]]:
     records: list[tuple[JITFunction, tuple[Any, ...], dict[str, Any]]] = []
-    with ExitStack() as stack:
-        for name, module in kernels().items():
-            recorder = _Recorder(vars(module)[name], records)
-            stack.enter_context(mock.patch.object(module, name, recorder))
+
+    def record(kernel: JITFunction, *args: Any, grid: tuple[int, ...], warmup: bool, **kwargs: Any) -> None:
+        records.append((kernel, args, kwargs))
+
+    # Prepared launches of CPU tensors go through kernel[grid](...), which calls run.
+    with mock.patch.object(JITFunction, "run", record):
         yield records
 
 

@@ -25,7 +25,7 @@ class Layer:
 LAYERS = (
     Layer(0, "package", r"megatron"),  # the version; imports nothing
     # torch and triton alone
-    Layer(0, "kernels", r"megatron\.core\.device\.(triton_compile|pinned_memory)"),
+    Layer(0, "kernels", r"megatron\.core\.device\.(triton_compile|triton_launch|pinned_memory)"),
     Layer(0, "kernels", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?", step=1),
     Layer(1, "base", r"megatron\.core\.(\w+\.)*enums"),
     Layer(

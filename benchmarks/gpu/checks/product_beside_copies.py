@@ -58,6 +58,10 @@ def programs_before(device: torch.device) -> Iterator[None]:
     with ExitStack() as stack:
         for name, value in BEFORE.items() if device.type != "cpu" else ():
             stack.enter_context(patch.object(triton_kernels, name, value))
+        # Launches are prepared with one of the sizes.
+        for prepared in (triton_kernels._copy, triton_kernels._of_block):
+            stack.callback(prepared.cache_clear)
+            prepared.cache_clear()
         yield
 
 

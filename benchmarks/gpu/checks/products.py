@@ -122,6 +122,10 @@ def tiles_before() -> Iterator[None]:
         stack.enter_context(patch.object(module, "_PRODUCTS_PER_PROCESSOR", {8: 2}))
         for name in ("product_tile", "weight_grad_tile"):
             stack.enter_context(patch.object(module, name, lambda *_, **__: dict(TILE_BEFORE)))
+        # Launches are prepared with one of the tiles.
+        for prepared in (module._product, module._weight_gradient):
+            stack.callback(prepared.cache_clear)
+            prepared.cache_clear()
         yield
 
 

@@ -12,16 +12,17 @@ tests/unit_tests/core/optimizer/adam_run.py.
 """
 # mypy: allow-untyped-defs
 
+import functools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_float
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
+from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch
 from megatron.core.optimizer.stored_floats import (
     BLOCK,
     LOWEST_EXPONENT,
@@ -98,7 +99,7 @@ def _exponent(bits):
     return tl.where((bits == 0) | (field == 255), 0, tl.maximum(field - 126, LOWEST))
 
 
-@triton.jit(do_not_specialize_on_alignment=["step", "lr", "divisor", "skip"])
+@triton.jit(do_not_specialize=["numel"], do_not_specialize_on_alignment=["step", "lr", "divisor", "skip"])
 def adam_kernel(
     main, main_more, exp_avg, exp_avg_more, exp_avg_sq, exp_avg_sq_more, grad, out, step, lr, divisor, skip, numel,
     beta2, one_minus_beta1, one_minus_beta2, log_beta1, log_beta1_rest, log_beta2, log_beta2_rest, eps, weight_decay,
@@ -168,33 +169,31 @@ def step_run(
     stored: masters and both moments, N numbers each, read as fp32. grad, out: [N], any float dtype. step: number of
     previous steps, [], fp32. lr, divisor, skip: [], fp32. The remaining settings are described in AdamRates.
     """
-    numel, device = grad.numel(), grad.device
+    numel = grad.numel()
     if numel == 0:
         return
+    tile = _tile_blocks(grad.dtype.itemsize, 0 if out is None else out.dtype.itemsize)
+    launch = _update(betas, eps, weight_decay, adam_w_mode, bias_correction, tile)
+    memory = [tensor for one in stored for tensor in _tensors(one)]
+    launch(-(-numel // (BLOCK * tile)), (*memory, grad, out, step, lr, divisor, skip), (numel,))
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _update(
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    adam_w_mode: bool,
+    bias_correction: bool,
+    tile: int,
+) -> PreparedLaunch:
+    """Returns a launch of adam_kernel. tile: number of blocks of a tile."""
     beta1, beta2 = betas
     logs = [part for beta in betas for part in _log_parts(beta if bias_correction else 0.0)]
-    memory = [tensor for one in stored for tensor in _tensors(one)]
-    tile = _tile_blocks(grad.dtype.itemsize, 0 if out is None else out.dtype.itemsize)
-    with torch.accelerator.device_index(device.index):
-        adam_kernel[(_num_programs(device, triton.cdiv(numel, BLOCK * tile)),)](
-            *memory,
-            grad,
-            out,
-            step,
-            lr,
-            divisor,
-            skip,
-            numel,
-            beta2,
-            1.0 - beta1,
-            1.0 - beta2,
-            *logs,
-            eps,
-            weight_decay,
-            IS_DECOUPLED=adam_w_mode,
-            TILE=tile,
-            **_OPTIONS,
-        )
+    names = ("log_beta1", "log_beta1_rest", "log_beta2", "log_beta2_rest")
+    rates = {"beta2": beta2, "one_minus_beta1": 1.0 - beta1, "one_minus_beta2": 1.0 - beta2, **dict(zip(names, logs))}
+    fixed = {**rates, "eps": eps, "weight_decay": weight_decay, "IS_DECOUPLED": adam_w_mode, "TILE": tile}
+    return PreparedLaunch(adam_kernel, fixed, options=_OPTIONS, per_processor=_PROGRAMS_PER_PROCESSOR)
 
 
 def _tensors(stored: StoredFloats) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -222,14 +221,6 @@ def _tile_blocks(*item_bytes: int) -> int:
     8 numbers per thread, or 4 with fp64.
     """
     return 8 if max(item_bytes) == 8 else 16
-
-
-def _num_programs(device: torch.device, tiles: int) -> int:
-    """Returns the Triton grid size: at most _PROGRAMS_PER_PROCESSOR per multiprocessor; 2 under the interpreter."""
-    if device.type == "cpu":
-        return 2
-    properties: Any = torch.get_device_module(device).get_device_properties(device)
-    return min(tiles, _PROGRAMS_PER_PROCESSOR * properties.multi_processor_count)
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:

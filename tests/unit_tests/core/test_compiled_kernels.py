@@ -101,12 +101,16 @@ def test_a_kernel_has_the_instructions_that_it_counts_on(name: str, instructions
 
 
 def launched_kernels() -> set[str]:
-    """Returns the names of the kernels that launchers launch."""
-    calls = [node for module in kernel_files() for node in ast.walk(ast.parse(inspect.getsource(module)))]
-    launches = [
-        node.func.value for node in calls if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)
-    ]
-    return {node.id for node in launches if isinstance(node, ast.Name)}
+    """Returns the names of the kernels that launchers launch, which end with _kernel, unlike functions of kernels."""
+    functions = [item for module in kernel_files() for item in vars(module).items()]
+    kind = triton.runtime.jit.JITFunction
+    return {name for name, value in functions if isinstance(value, kind) and name.endswith("_kernel")}
+
+
+def test_kernels_are_launched_by_prepared_launches_alone() -> None:
+    nodes = [node for module in kernel_files() for node in ast.walk(ast.parse(inspect.getsource(module)))]
+    subscripted = [node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Subscript)]
+    assert [ast.unparse(node) for node in subscripted] == []
 
 
 def test_every_launched_kernel_is_compiled_here_for_every_architecture() -> None:

@@ -1,6 +1,7 @@
 """Triton kernel for the operator in router.py, and its launcher, which has the operator's name."""
 # mypy: allow-untyped-defs
 
+import functools
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -9,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
+from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
 
 # Gradients computed per program.
 _TILE = 2048
@@ -74,23 +76,19 @@ def choice_grad(
     (num_tokens, num_experts), choices = scores.shape, weights.shape[1]
     grad_logits = torch.empty_like(scores)
     if grad_logits.numel():
-        tile = _tile(num_experts)
-        with torch.accelerator.device_index(scores.device.index):
-            choice_grad_kernel[(triton.cdiv(num_tokens, tile["TOKENS"]),)](
-                grad_weights.contiguous(),
-                weights.contiguous(),
-                indices.contiguous(),
-                grad_scores,
-                scores,
-                grad_logits,
-                num_tokens,
-                num_experts,
-                choices,
-                *grad_scores.stride(),
-                **tile,
-                **_WARPS,
-            )
+        launch, tile_tokens = _choice(num_experts, choices, grad_scores.stride())
+        chosen = (grad_weights.contiguous(), weights.contiguous(), indices.contiguous())
+        launch(-(-num_tokens // tile_tokens), (*chosen, grad_scores, scores, grad_logits), (num_tokens,))
     return grad_logits
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _choice(num_experts: int, choices: int, strides: tuple[int, ...]) -> tuple[PreparedLaunch, int]:
+    """Returns a launch of choice_grad_kernel, and the tokens of a tile. strides: of grad_scores."""
+    tile, (token_stride, expert_stride) = _tile(num_experts), strides
+    sizes = {"num_experts": num_experts, "choices": choices}
+    fixed = {**sizes, "token_stride": token_stride, "expert_stride": expert_stride, **tile}
+    return PreparedLaunch(choice_grad_kernel, fixed, options=_WARPS), tile["TOKENS"]
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
@@ -119,5 +117,5 @@ def compile_cases() -> Iterator[CompileCase]:
 
 
 def _tile(num_experts: int) -> dict[str, int]:
-    experts = triton.next_power_of_2(num_experts)
+    experts = next_power_of_2(num_experts)
     return {"TOKENS": max(1, _TILE // experts), "EXPERTS": experts}

@@ -12,6 +12,7 @@ sums of integers and never on the order of atomic operations, so they are the sa
 """
 # mypy: allow-untyped-defs
 
+import functools
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -20,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
+from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
 
 # Elements that a program moves per iteration: 16 bytes for each thread of 4 warps in half precision.
 _TILE = 1024
@@ -47,10 +49,10 @@ def count_kernel(
     counts,
     slot_of_row,
     token_of_row,
-    first_expert,
-    num_experts,
     num_slots,
     num_rows,
+    first_expert,
+    num_experts,
     BINS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -84,12 +86,12 @@ def order_kernel(
     kept,
     rows_needed,
     num_rows,
+    num_slots,
+    rows_per_part,
     first_expert,
     num_experts,
-    num_slots,
     choices,
     experts_per_part,
-    rows_per_part,
     alignment,
     BINS: tl.constexpr,
     SLOTS: tl.constexpr,
@@ -137,7 +139,7 @@ def order_kernel(
 
 
 @triton.jit(do_not_specialize=["num_experts", "rows_per_rank"])
-def experts_kernel(rows_per_group, experts, num_experts, rows_per_rank, BINS: tl.constexpr, ROWS: tl.constexpr):
+def experts_kernel(rows_per_group, experts, rows_per_rank, num_experts, BINS: tl.constexpr, ROWS: tl.constexpr):
     """Finds the expert of each row of a rank: the number of experts whose rows end before it."""
     rank, bins = tl.program_id(1), tl.arange(0, BINS)
     is_expert = bins < num_experts
@@ -195,52 +197,32 @@ def order_slots(
     row_of_slot: [T, K], int32; wanted, kept: [num_experts], int64; rows_needed, num_rows: [1], int64.
     """
     experts, num_slots = expert_indices.contiguous(), expert_indices.numel()
-    bins = triton.next_power_of_2(num_experts + 1)
-    programs = max(1, min(triton.cdiv(num_slots, _SLOTS_OF_PROGRAM), _MOST_PROGRAMS))
-    rows = num_parts * rows_per_part
+    programs = max(1, min(-(-num_slots // _SLOTS_OF_PROGRAM), _MOST_PROGRAMS))
+    rows, choices = num_parts * rows_per_part, expert_indices.shape[1]
+    count, order, bins = _orders(first_expert, num_experts, num_parts, choices, alignment)
     slot_of_row, token_of_row = (experts.new_empty(rows, dtype=torch.int32) for _ in range(2))
     row_of_slot = torch.empty_like(experts, dtype=torch.int32)
     counts = experts.new_empty(programs, bins, dtype=torch.int32)
     wanted, kept, rows_needed, num_rows = (
         experts.new_empty(size, dtype=torch.int64) for size in (num_experts, num_experts, 1, 1)
     )
-    with torch.accelerator.device_index(experts.device.index):
-        count_kernel[(programs,)](
-            experts,
-            counts,
-            slot_of_row,
-            token_of_row,
-            first_expert,
-            num_experts,
-            num_slots,
-            rows,
-            BINS=bins,
-            SLOTS=_SLOTS,
-            **_WARPS,
-        )
-        order_kernel[(programs,)](
-            experts,
-            counts,
-            slot_of_row,
-            token_of_row,
-            row_of_slot,
-            wanted,
-            kept,
-            rows_needed,
-            num_rows,
-            first_expert,
-            num_experts,
-            num_slots,
-            max(1, expert_indices.shape[1]),
-            num_experts // num_parts,
-            rows_per_part,
-            alignment,
-            BINS=bins,
-            SLOTS=_SLOTS,
-            PROGRAMS=_programs_at_once(bins),
-            **_WARPS,
-        )
-    return slot_of_row, token_of_row, row_of_slot, wanted, kept, rows_needed, num_rows
+    count(programs, (experts, counts, slot_of_row, token_of_row), (num_slots, rows))
+    results = (slot_of_row, token_of_row, row_of_slot, wanted, kept, rows_needed, num_rows)
+    order(programs, (experts, counts, *results), (num_slots, rows_per_part))
+    return results
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _orders(
+    first_expert: int, num_experts: int, num_parts: int, choices: int, alignment: int
+) -> tuple[PreparedLaunch, PreparedLaunch, int]:
+    """Returns launches of count_kernel and order_kernel, and the number of bins in which they count experts."""
+    bins = next_power_of_2(num_experts + 1)
+    sizes = {"first_expert": first_expert, "num_experts": num_experts, "BINS": bins, "SLOTS": _SLOTS}
+    of_parts = {"choices": max(1, choices), "experts_per_part": num_experts // num_parts, "alignment": alignment}
+    count = PreparedLaunch(count_kernel, sizes, options=_WARPS)
+    order_sizes = {**sizes, **of_parts, "PROGRAMS": _programs_at_once(bins)}
+    return count, PreparedLaunch(order_kernel, order_sizes, options=_WARPS), bins
 
 
 def experts_of_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
@@ -251,12 +233,18 @@ def experts_of_rows(rows_per_group: Tensor, *, rows_per_rank: int) -> Tensor:
     ranks, num_experts = rows_per_group.shape
     experts = rows_per_group.new_empty(ranks * rows_per_rank, 1, dtype=torch.int32)
     if experts.numel():
-        sizes = _sizes_of_search(num_experts)
-        with torch.accelerator.device_index(experts.device.index):
-            experts_kernel[(triton.cdiv(rows_per_rank, sizes["ROWS"]), ranks)](
-                rows_per_group.contiguous(), experts, num_experts, rows_per_rank, **sizes, **_WARPS
-            )
+        search, tile_rows = _search(num_experts)
+        programs = -(-rows_per_rank // tile_rows)
+        search(programs, (rows_per_group.contiguous(), experts), (rows_per_rank,), columns=ranks)
     return experts
+
+
+@functools.cache
+def _search(num_experts: int) -> tuple[PreparedLaunch, int]:
+    """Returns a launch of experts_kernel, and the rows of a tile."""
+    sizes = _sizes_of_search(num_experts)
+    launch = PreparedLaunch(experts_kernel, {"num_experts": num_experts, **sizes}, options=_WARPS)
+    return launch, sizes["ROWS"]
 
 
 def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tensor) -> None:
@@ -264,13 +252,16 @@ def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tens
 
     x: [T, W], any dtype; source_of_row: [C], int32; num_rows: [1], int64; out: [C, W], x's dtype.
     """
-    if out.numel() == 0:
-        return
-    tile = _tile(out.shape[1])
-    with torch.accelerator.device_index(x.device.index):
-        gather_kernel[(triton.cdiv(out.shape[0], tile["ROWS"]),)](
-            x, source_of_row, num_rows, out, out.shape[1], **tile, **_WARPS
-        )
+    if out.numel():
+        gather, tile_rows = _gather(out.shape[1])
+        gather(-(-out.shape[0] // tile_rows), (x, source_of_row, num_rows, out))
+
+
+@functools.cache
+def _gather(width: int) -> tuple[PreparedLaunch, int]:
+    """Returns a launch of gather_kernel, and the rows of a tile."""
+    tile = _tile(width)
+    return PreparedLaunch(gather_kernel, {"width": width, **tile}, options=_WARPS), tile["ROWS"]
 
 
 def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
@@ -279,16 +270,22 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
     rows: [C, W], fp32, bf16 or fp16; row_of_slot: [T, K], int32. Returns [T, W], same dtype. Raises ValueError for
     other dtypes.
     """
-    if rows.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-        raise ValueError(f"{rows.dtype} on {rows.device} is not supported: only fp32, bf16 and fp16 have kernels")
     (num_tokens, choices), width = row_of_slot.shape, rows.shape[1]
+    add, tile_rows, column_tiles = _sum(rows.dtype, choices, width)
     out = rows.new_empty(num_tokens, width)
     if out.numel():
-        tile = _tile(width)
-        grid = (triton.cdiv(num_tokens, tile["ROWS"]), triton.cdiv(width, tile["COLUMNS"]))
-        with torch.accelerator.device_index(rows.device.index):
-            sum_kernel[grid](rows, row_of_slot, out, num_tokens, choices, width, **tile, **_WARPS)
+        add(-(-num_tokens // tile_rows), (rows, row_of_slot, out), (num_tokens,), columns=column_tiles)
     return out
+
+
+@functools.cache
+def _sum(dtype: torch.dtype, choices: int, width: int) -> tuple[PreparedLaunch, int, int]:
+    """Returns a launch of sum_kernel, the rows of a tile, and the number of tiles in a row."""
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(f"{dtype} is not supported: only fp32, bf16 and fp16 have kernels")
+    tile = _tile(width)
+    launch = PreparedLaunch(sum_kernel, {"choices": choices, "width": width, **tile}, options=_WARPS)
+    return launch, tile["ROWS"], -(-width // tile["COLUMNS"])
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
@@ -330,7 +327,7 @@ def compile_cases() -> Iterator[CompileCase]:
 
 
 def _order_cases(num_experts: int) -> Iterator[CompileCase]:
-    bins, words = triton.next_power_of_2(num_experts + 1), f"{num_experts} experts"
+    bins, words = next_power_of_2(num_experts + 1), f"{num_experts} experts"
     maps = dict.fromkeys(("counts", "slot_of_row", "token_of_row"), "*i32:16")
     numbers = dict.fromkeys(("first_expert", "num_experts", "num_slots"), "i32")
     of_parts = dict.fromkeys(("choices", "experts_per_part", "rows_per_part", "alignment"), "i32")
@@ -377,10 +374,10 @@ def _programs_at_once(bins: int) -> int:
 
 
 def _sizes_of_search(num_experts: int) -> dict[str, int]:
-    bins = triton.next_power_of_2(num_experts)
+    bins = next_power_of_2(num_experts)
     return {"BINS": bins, "ROWS": max(8, min(2 * _TILE // bins, 256))}
 
 
 def _tile(width: int) -> dict[str, int]:
-    columns = min(_TILE, triton.next_power_of_2(width))
+    columns = min(_TILE, next_power_of_2(width))
     return {"ROWS": _TILE // columns, "COLUMNS": columns}

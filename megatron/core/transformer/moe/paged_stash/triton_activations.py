@@ -10,6 +10,7 @@ passed as the flag `needed`.
 """
 # mypy: allow-untyped-defs
 
+import functools
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -19,8 +20,9 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
+from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
 from megatron.core.transformer.moe.paged_stash.activations import ActivationForm, Curve
-from megatron.core.transformer.moe.paged_stash.triton_biases import check_row_tensors, grid_size
+from megatron.core.transformer.moe.paged_stash.triton_biases import check_adjacent_columns, check_dtypes
 
 SILU = tl.constexpr(int(Curve.SILU))
 GELU = tl.constexpr(int(Curve.GELU))
@@ -29,11 +31,13 @@ QUICK_GELU = tl.constexpr(int(Curve.QUICK_GELU))
 SQUARED_RELU = tl.constexpr(int(Curve.SQUARED_RELU))
 # Elements of one tile: 32 for each thread of 4 warps, and 8 in the gradient, which requires several registers for each.
 _ACT_ELEMENTS, _GRADIENT_ELEMENTS = 4096, 1024
-# Resident programs per processor, for both kernels.
+_WARPS = {"num_warps": 4}
+# Resident programs per processor, for both kernels. A grid is limited to them, so that a recomputation that is not
+# required costs little.
 _PROGRAMS_PER_PROCESSOR = 2
 
 
-@triton.jit(do_not_specialize_on_alignment=["num_rows", "needed"])
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["num_rows", "needed"])
 def act_kernel(
     gate_up,
     scale,
@@ -70,7 +74,7 @@ def act_kernel(
         tl.store(out_at, act.to(out.dtype.element_ty), mask=read)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["num_rows"])
 def act_gradient_kernel(
     grad,
     gate_up,
@@ -213,8 +217,16 @@ def gated_activation(
     offset: float = 0.0,
 ) -> None:
     """Computes act. gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
-    form = ActivationForm(activation, clamp, offset)
-    _launch_act(gate_up, scale, num_rows=num_rows, needed=num_rows, out=out, form=form)
+    act_from_gate_up(
+        gate_up,
+        scale,
+        num_rows=num_rows,
+        needed=num_rows,
+        out=out,
+        activation=activation,
+        clamp=clamp,
+        offset=offset,
+    )
 
 
 def act_from_gate_up(
@@ -232,8 +244,12 @@ def act_from_gate_up(
 
     gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype. needed: [1], int64.
     """
-    form = ActivationForm(activation, clamp, offset)
-    _launch_act(gate_up, scale, num_rows=num_rows, needed=needed, out=out, form=form)
+    kinds = (gate_up.dtype, out.dtype)
+    launch, tile_rows, column_tiles = _act(
+        kinds, out.shape[1], gate_up.stride(), out.stride(), activation, clamp, offset
+    )
+    max_rows = out.shape[0]
+    launch(-(-max_rows // tile_rows) * column_tiles, (gate_up, scale, num_rows, needed, out), (max_rows,))
 
 
 def gated_activation_backward(
@@ -252,61 +268,48 @@ def gated_activation_backward(
 
     grad: [C, F], any strides, gate_up's dtype.
     """
-    check_row_tensors(gate_up, grad_gate_up)
-    form, (max_rows, ffn) = ActivationForm(activation, clamp, offset), grad.shape
-    tile = _act_tile(ffn, _GRADIENT_ELEMENTS)
-    programs = grid_size(gate_up, triton.cdiv(max_rows, tile["ROWS"]), per_processor=_PROGRAMS_PER_PROCESSOR)
-    with torch.accelerator.device_index(gate_up.device.index):
-        act_gradient_kernel[(programs,)](
-            grad,
-            gate_up,
-            scale,
-            num_rows,
-            grad_gate_up,
-            grad_scale,
-            max_rows,
-            ffn,
-            *grad.stride(),
-            gate_up.stride(0),
-            grad_gate_up.stride(0),
-            **_form_arguments(form),
-            num_warps=4,
-            **tile,
-        )
+    kinds, strides = (gate_up.dtype, grad_gate_up.dtype), (*grad.stride(), *gate_up.stride(), *grad_gate_up.stride())
+    launch, tile_rows = _act_gradient(kinds, grad.shape[1], strides, activation, clamp, offset)
+    max_rows = grad.shape[0]
+    launch(-(-max_rows // tile_rows), (grad, gate_up, scale, num_rows, grad_gate_up, grad_scale), (max_rows,))
 
 
-def _launch_act(
-    gate_up: Tensor,
-    scale: Tensor | None,
-    *,
-    num_rows: Tensor,
-    needed: Tensor,
-    out: Tensor,
-    form: ActivationForm,
-) -> None:
-    check_row_tensors(gate_up, out)
-    max_rows, ffn = out.shape
+@functools.lru_cache(MAX_PREPARED)
+def _act(
+    dtypes: tuple[torch.dtype, ...],
+    ffn: int,
+    gate_up_strides: tuple[int, ...],
+    out_strides: tuple[int, ...],
+    *form: Any,
+) -> tuple[PreparedLaunch, int, int]:
+    """Returns a launch of act_kernel, the rows of a tile, and the number of tiles in a row. form: of ActivationForm."""
+    check_dtypes(*dtypes)
+    check_adjacent_columns(ffn, gate_up_strides[1], out_strides[1])
     tile = _act_tile(ffn, _ACT_ELEMENTS)
-    tiles = triton.cdiv(max_rows, tile["ROWS"]) * triton.cdiv(ffn, tile["COLUMNS"])
-    with torch.accelerator.device_index(gate_up.device.index):
-        act_kernel[(grid_size(gate_up, tiles, per_processor=_PROGRAMS_PER_PROCESSOR),)](
-            gate_up,
-            scale,
-            num_rows,
-            needed,
-            out,
-            max_rows,
-            ffn,
-            gate_up.stride(0),
-            out.stride(0),
-            **_form_arguments(form),
-            num_warps=4,
-            **tile,
-        )
+    sizes = {"ffn": ffn, "gate_up_pitch": gate_up_strides[0], "out_pitch": out_strides[0]}
+    fixed = {**sizes, **_form_arguments(ActivationForm(*form)), **tile}
+    launch = PreparedLaunch(act_kernel, fixed, options=_WARPS, per_processor=_PROGRAMS_PER_PROCESSOR)
+    return launch, tile["ROWS"], -(-ffn // tile["COLUMNS"])
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _act_gradient(
+    dtypes: tuple[torch.dtype, ...], ffn: int, strides: tuple[int, ...], *form: Any
+) -> tuple[PreparedLaunch, int]:
+    """Returns a launch of act_gradient_kernel, and the rows of a tile. strides: grad, gate_up, grad_gate_up."""
+    check_dtypes(*dtypes)
+    grad_row, grad_column, gate_up_pitch, gate_up_column, grad_gate_up_pitch, grad_gate_up_column = strides
+    check_adjacent_columns(ffn, gate_up_column, grad_gate_up_column)
+    tile = _act_tile(ffn, _GRADIENT_ELEMENTS)
+    sizes = {"ffn": ffn, "grad_row": grad_row, "grad_column": grad_column}
+    pitches = {"gate_up_pitch": gate_up_pitch, "grad_gate_up_pitch": grad_gate_up_pitch}
+    fixed = {**sizes, **pitches, **_form_arguments(ActivationForm(*form)), **tile}
+    launch = PreparedLaunch(act_gradient_kernel, fixed, options=_WARPS, per_processor=_PROGRAMS_PER_PROCESSOR)
+    return launch, tile["ROWS"]
 
 
 def _act_tile(ffn: int, elements: int) -> dict[str, int]:
-    columns = min(elements, triton.next_power_of_2(ffn))
+    columns = min(elements, next_power_of_2(ffn))
     return {"ROWS": elements // columns, "COLUMNS": columns}
 
 
@@ -322,7 +325,7 @@ def _form_arguments(form: ActivationForm) -> dict[str, Any]:
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
     """Maps each kernel's name to the residency that its launcher assumes, for programs of 4 warps."""
-    assert num_warps == 4
+    assert num_warps == _WARPS["num_warps"]
     return dict.fromkeys(("act_kernel", "act_gradient_kernel"), Residency(at_least=_PROGRAMS_PER_PROCESSOR))
 
 
@@ -341,7 +344,7 @@ def _cases(name: str, curve: Curve, **form: str | None) -> Iterator[CompileCase]
     yield compile_case(
         act_kernel,
         f"act_from_gate_up, {name}, {curve.name}",
-        options={"num_warps": 4},
+        options=_WARPS,
         needed="*i64",
         out=data,
         out_pitch=size,
@@ -351,7 +354,7 @@ def _cases(name: str, curve: Curve, **form: str | None) -> Iterator[CompileCase]
     yield compile_case(
         act_gradient_kernel,
         f"gated_activation_backward, {name}, {curve.name}",
-        options={"num_warps": 4},
+        options=_WARPS,
         grad=data,
         grad_gate_up=data,
         grad_scale="*fp32:16",

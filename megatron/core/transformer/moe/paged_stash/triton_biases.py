@@ -1,4 +1,4 @@
-"""Expert biases in Triton, and the grid size and checks that all launchers of expert operators share.
+"""Expert biases in Triton, and the checks that all launchers of expert operators share.
 
 The launchers have the names and arguments of the operators in expert_ops.py, on CUDA tensors.
 
@@ -7,8 +7,8 @@ live ones are masked, so that their content, which may be NaN, is never read.
 """
 # mypy: allow-untyped-defs
 
+import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 import triton
@@ -16,23 +16,25 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
+from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
 
 # Elements of one tile: 16 for each thread of 4 warps.
 _ELEMENTS = 2048
 _WARPS = {"num_warps": 4}
-# Resident programs per processor, for the kernels that loop over tiles.
+# Resident programs per processor, for the kernels that loop over tiles. A grid is limited to them, so that a
+# recomputation that is not required costs little.
 _PROGRAMS_PER_PROCESSOR = 4
 
 
-@triton.jit(do_not_specialize_on_alignment=["needed"])
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["needed"])
 def add_bias_kernel(
     rows_at,
     bias,
     scale,
     offsets,
     needed,
-    num_experts,
     max_rows,
+    num_experts,
     width,
     pitch,
     share,
@@ -57,7 +59,7 @@ def add_bias_kernel(
         tl.store(place, values.to(rows_at.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows"])
 def bias_grad_kernel(
     grad,
     scale,
@@ -89,14 +91,14 @@ def bias_grad_kernel(
     tl.store(out + expert.to(tl.int64) * width + columns, sums.to(out.dtype.element_ty), mask=columns < width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows"])
 def bias_scale_grad_kernel(
     grad,
     bias,
     offsets,
     out,
-    num_experts,
     max_rows,
+    num_experts,
     width,
     grad_row,
     grad_column,
@@ -149,26 +151,22 @@ def add_bias_if(
 
     needed: [1], int32; rows: [C, O]; bias: [e, O]; scale: [C] or None; float dtypes.
     """
-    check_dtypes(rows, bias)
-    (max_rows, width), experts = rows.shape, len(bias)
-    tile = _tile(width)
-    tiles = triton.cdiv(max_rows, tile["ROWS"]) * triton.cdiv(width, tile["COLUMNS"])
-    with torch.accelerator.device_index(rows.device.index):
-        add_bias_kernel[(grid_size(rows, tiles, per_processor=_PROGRAMS_PER_PROCESSOR),)](
-            rows,
-            bias,
-            scale,
-            offsets,
-            needed,
-            experts,
-            max_rows,
-            width,
-            rows.stride(0),
-            share,
-            GROUPS=triton.next_power_of_2(experts),
-            **tile,
-            **_WARPS,
-        )
+    launch, tile_rows, column_tiles = _addition(rows.dtype, bias.dtype, bias.shape, rows.stride(0), share)
+    max_rows = rows.shape[0]
+    launch(-(-max_rows // tile_rows) * column_tiles, (rows, bias, scale, offsets, needed), (max_rows,))
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _addition(
+    dtype: torch.dtype, bias_dtype: torch.dtype, shape: torch.Size, pitch: int, share: float
+) -> tuple[PreparedLaunch, int, int]:
+    """Returns a launch of add_bias_kernel, the rows of a tile, and the number of tiles in a row. shape: [e, O]."""
+    check_dtypes(dtype, bias_dtype)
+    (experts, width), tile = shape, _tile(shape[1])
+    sizes = {"num_experts": experts, "width": width, "pitch": pitch, "share": share}
+    fixed = {**sizes, "GROUPS": next_power_of_2(experts), **tile}
+    launch = PreparedLaunch(add_bias_kernel, fixed, options=_WARPS, per_processor=_PROGRAMS_PER_PROCESSOR)
+    return launch, tile["ROWS"], -(-width // tile["COLUMNS"])
 
 
 def expert_bias_grad(grad: Tensor, *, scale: Tensor | None, offsets: Tensor, out: Tensor) -> None:
@@ -176,11 +174,20 @@ def expert_bias_grad(grad: Tensor, *, scale: Tensor | None, offsets: Tensor, out
 
     grad: [C, O], any strides; scale: [C] or None; out: [e, O], float dtypes.
     """
-    check_dtypes(grad, out)
-    (max_rows, width), tile = grad.shape, {"ROWS": 16, "COLUMNS": 128}
-    programs = len(out) * triton.cdiv(width, tile["COLUMNS"])
-    with torch.accelerator.device_index(grad.device.index):
-        bias_grad_kernel[(programs,)](grad, scale, offsets, out, max_rows, width, *grad.stride(), **tile, **_WARPS)
+    max_rows, width = grad.shape
+    launch, column_tiles = _sum_of_rows(grad.dtype, out.dtype, width, *grad.stride())
+    launch(len(out) * column_tiles, (grad, scale, offsets, out), (max_rows,))
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _sum_of_rows(
+    dtype: torch.dtype, out_dtype: torch.dtype, width: int, grad_row: int, grad_column: int
+) -> tuple[PreparedLaunch, int]:
+    """Returns a launch of bias_grad_kernel, and the number of tiles in a row."""
+    check_dtypes(dtype, out_dtype)
+    tile = {"ROWS": 16, "COLUMNS": 128}
+    fixed = {"width": width, "grad_row": grad_row, "grad_column": grad_column, **tile}
+    return PreparedLaunch(bias_grad_kernel, fixed, options=_WARPS), -(-width // tile["COLUMNS"])
 
 
 def expert_bias_scale_grad(grad: Tensor, bias: Tensor, *, offsets: Tensor, share: float, out: Tensor) -> None:
@@ -188,62 +195,39 @@ def expert_bias_scale_grad(grad: Tensor, bias: Tensor, *, offsets: Tensor, share
 
     grad: [C, O], any strides; bias: [e, O]; out: [C]; float dtypes.
     """
-    check_dtypes(grad, bias)
-    (max_rows, width), experts = grad.shape, len(bias)
-    tile = _tile(width)
-    programs = grid_size(grad, triton.cdiv(max_rows, tile["ROWS"]), per_processor=_PROGRAMS_PER_PROCESSOR)
-    with torch.accelerator.device_index(grad.device.index):
-        bias_scale_grad_kernel[(programs,)](
-            grad,
-            bias,
-            offsets,
-            out,
-            experts,
-            max_rows,
-            width,
-            *grad.stride(),
-            share,
-            GROUPS=triton.next_power_of_2(experts),
-            **tile,
-            **_WARPS,
-        )
+    max_rows = grad.shape[0]
+    launch, tile_rows = _scale_gradient(grad.dtype, bias.dtype, bias.shape, grad.stride(), share)
+    launch(-(-max_rows // tile_rows), (grad, bias, offsets, out), (max_rows,))
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _scale_gradient(
+    dtype: torch.dtype, bias_dtype: torch.dtype, shape: torch.Size, strides: tuple[int, int], share: float
+) -> tuple[PreparedLaunch, int]:
+    """Returns a launch of bias_scale_grad_kernel, and the rows of a tile. shape: [e, O]; strides: of the gradient."""
+    check_dtypes(dtype, bias_dtype)
+    (experts, width), tile = shape, _tile(shape[1])
+    sizes = {"num_experts": experts, "width": width, "grad_row": strides[0], "grad_column": strides[1], "share": share}
+    fixed = {**sizes, "GROUPS": next_power_of_2(experts), **tile}
+    launch = PreparedLaunch(bias_scale_grad_kernel, fixed, options=_WARPS, per_processor=_PROGRAMS_PER_PROCESSOR)
+    return launch, tile["ROWS"]
 
 
 def _tile(width: int) -> dict[str, int]:
-    columns = min(256, triton.next_power_of_2(width))
+    columns = min(256, next_power_of_2(width))
     return {"ROWS": _ELEMENTS // columns, "COLUMNS": columns}
 
 
-def check_dtypes(*tensors: Tensor) -> None:
-    """Raises ValueError unless all tensors are fp32, bf16 or fp16. Accepts any shape."""
-    for tensor in tensors:
-        if tensor.dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(
-                f"{tensor.dtype} on {tensor.device} is not supported: only fp32, bf16 and fp16 have kernels"
-            )
+def check_dtypes(*dtypes: torch.dtype) -> None:
+    """Raises ValueError unless all dtypes are fp32, bf16 or fp16."""
+    for dtype in dtypes:
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{dtype} is not supported: only fp32, bf16 and fp16 have kernels")
 
 
-def check_row_tensors(*tensors: Tensor) -> None:
-    """Raises ValueError unless all tensors are fp32, bf16 or fp16, and asserts that columns are adjacent in memory.
-
-    tensors: [C, O]; columns of tensors with a different number of dimensions are not checked.
-    """
-    check_dtypes(*tensors)
-    for tensor in tensors:
-        assert tensor.dim() != 2 or tensor.stride(1) in (0, 1) or tensor.shape[1] <= 1, "columns must be adjacent"
-
-
-def grid_size(tensor: Tensor, tiles: int, *, per_processor: int) -> int:
-    """Returns the number of programs to launch for `tiles` tiles.
-
-    It is limited to per_processor programs for each multiprocessor, the number of resident programs, so that a
-    recomputation that is not required costs little. It is 2 under the interpreter. tensor: on the device of the launch,
-    any shape and dtype.
-    """
-    if tensor.device.type == "cpu":
-        return 2
-    device: Any = torch.get_device_module(tensor.device).get_device_properties(tensor.device)
-    return max(1, min(tiles, per_processor * device.multi_processor_count))
+def check_adjacent_columns(width: int, *column_strides: int) -> None:
+    """Asserts that columns of rows of `width` elements are adjacent in memory."""
+    assert width <= 1 or set(column_strides) <= {0, 1}, f"columns must be adjacent, not {column_strides} apart"
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:

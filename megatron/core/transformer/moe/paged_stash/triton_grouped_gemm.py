@@ -19,6 +19,7 @@ leaves enough registers for a program of a copy, see [Note: copies during GEMMs]
 """
 # mypy: allow-untyped-defs
 
+import functools
 from collections.abc import Iterator, Mapping
 
 import torch
@@ -27,22 +28,29 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
-from megatron.core.transformer.moe.paged_stash.triton_biases import add_bias_if, check_row_tensors, grid_size
+from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
+from megatron.core.transformer.moe.paged_stash.triton_biases import (
+    add_bias_if,
+    check_adjacent_columns,
+    check_dtypes,
+)
 
 # Resident programs per processor of grouped_gemm_kernel, which loops over tiles, by number of warps.
 _PRODUCTS_PER_PROCESSOR = {4: 2, 8: 1}
+# Compiler options among the entries of a tile.
+_OPTIONS = ("num_warps", "num_stages")
 
 
-@triton.jit(do_not_specialize_on_alignment=["needed"])
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["needed"])
 def grouped_gemm_kernel(
     x,
     weight,
     offsets,
     needed,
     out,
+    max_rows,
     scale,
     num_experts,
-    max_rows,
     inner,
     outer,
     x_row,
@@ -103,14 +111,14 @@ def grouped_gemm_kernel(
         tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["max_rows"])
 def weight_grad_kernel(
     x,
     grad,
     offsets,
     out,
-    scale,
     max_rows,
+    scale,
     inner,
     outer,
     x_row,
@@ -199,31 +207,26 @@ def grouped_gemm_weight_grad(
     x: [C, H]; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. Values are rounded once, to out's dtype.
     is_added: whether to add to `out`.
     """
-    check_row_tensors(x)
-    experts, inner, outer = out.shape
+    launch, tiles = _weight_gradient(x.dtype, out.shape, (*x.stride(), *grad.stride(), *out.stride()), scale, is_added)
+    launch(tiles, (x, grad, offsets, out), (x.shape[0],))
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _weight_gradient(
+    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], scale: float, is_added: bool
+) -> tuple[PreparedLaunch, int]:
+    """Returns a launch of weight_grad_kernel, and its number of programs. shape: [e, H, O]; strides: x, grad, out."""
+    check_dtypes(dtype)
+    experts, inner, outer = shape
+    check_adjacent_columns(inner, strides[1])
     is_even = _is_even(inner, outer)
-    tile = weight_grad_tile(x.dtype, is_even=is_even, is_added=is_added)
-    programs = experts * triton.cdiv(inner, tile["ROWS"]) * triton.cdiv(outer, tile["COLUMNS"])
-    if programs == 0:
-        return
-    factor = None if scale == 1.0 else scale
-    with torch.accelerator.device_index(x.device.index):
-        weight_grad_kernel[(programs,)](
-            x,
-            grad,
-            offsets,
-            out,
-            factor,
-            x.shape[0],
-            inner,
-            outer,
-            *x.stride(),
-            *grad.stride(),
-            *out.stride(),
-            IS_EVEN=is_even,
-            IS_ADDED=is_added,
-            **tile,
-        )
+    tile = weight_grad_tile(dtype, is_even=is_even, is_added=is_added)
+    names = ("x_row", "x_column", "grad_row", "grad_column", "out_expert", "out_row", "out_column")
+    sizes = {"scale": None if scale == 1.0 else scale, "inner": inner, "outer": outer, **dict(zip(names, strides))}
+    options = {key: tile.pop(key) for key in _OPTIONS}
+    fixed = {**sizes, **tile, "IS_EVEN": is_even, "IS_ADDED": is_added}
+    programs = experts * -(-inner // tile["ROWS"]) * -(-outer // tile["COLUMNS"])
+    return PreparedLaunch(weight_grad_kernel, fixed, options=options), programs
 
 
 def gate_up_from_x(
@@ -255,32 +258,34 @@ def _launch_grouped_gemm(
     x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, scale: float | None = None
 ) -> None:
     """Launches grouped_gemm_kernel. scale: factor of the result that is added to `out`; None overwrites `out`."""
-    check_row_tensors(x, out)
-    experts, inner, outer = weight.shape
-    if experts == 0:
-        return
-    tile = product_tile(x.dtype, inner, outer, is_added=scale is not None)
+    shape, max_rows = weight.shape, x.shape[0]
+    strides = (*x.stride(), *weight.stride(), *out.stride())
+    launch, tile_rows, column_tiles = _product(x.dtype, out.dtype, shape, strides, scale)
     # The last tile of each expert's rows may be partly empty.
-    tiles = (triton.cdiv(x.shape[0], tile["ROWS"]) + experts) * triton.cdiv(outer, tile["COLUMNS"])
-    with torch.accelerator.device_index(x.device.index):
-        grouped_gemm_kernel[(grid_size(x, tiles, per_processor=_PRODUCTS_PER_PROCESSOR[tile["num_warps"]]),)](
-            x,
-            weight,
-            offsets,
-            needed,
-            out,
-            scale,
-            experts,
-            x.shape[0],
-            inner,
-            outer,
-            *x.stride(),
-            *weight.stride(),
-            out.stride(0),
-            GROUPS=triton.next_power_of_2(experts),
-            IS_EVEN=_is_even(inner, outer),
-            **tile,
-        )
+    tiles = (-(-max_rows // tile_rows) + shape[0]) * column_tiles
+    launch(tiles, (x, weight, offsets, needed, out), (max_rows,))
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _product(
+    dtype: torch.dtype, out_dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], scale: float | None
+) -> tuple[PreparedLaunch, int, int]:
+    """Returns a launch of grouped_gemm_kernel, the rows of a tile, and the number of tiles in a row; 0 without experts.
+
+    shape: [e, H, O]; strides: x, weight, out.
+    """
+    check_dtypes(dtype, out_dtype)
+    experts, inner, outer = shape
+    check_adjacent_columns(inner, strides[1])
+    check_adjacent_columns(outer, strides[-1])
+    tile = product_tile(dtype, inner, outer, is_added=scale is not None)
+    names = ("x_row", "x_column", "weight_expert", "weight_row", "weight_column", "out_row")
+    sizes = {"scale": scale, "num_experts": experts, "inner": inner, "outer": outer, **dict(zip(names, strides))}
+    options = {key: tile.pop(key) for key in _OPTIONS}
+    fixed = {**sizes, **tile, "GROUPS": next_power_of_2(max(experts, 1)), "IS_EVEN": _is_even(inner, outer)}
+    per_processor = _PRODUCTS_PER_PROCESSOR[options["num_warps"]]
+    launch = PreparedLaunch(grouped_gemm_kernel, fixed, options=options, per_processor=per_processor)
+    return launch, tile["ROWS"], -(-outer // tile["COLUMNS"]) if experts else 0
 
 
 def _is_even(inner: int, outer: int) -> bool:
@@ -329,7 +334,7 @@ def compile_cases() -> Iterator[CompileCase]:
         weights = ((size, 1, None, "as stored"), (1, size, None, "transposed"), (size, 1, "fp32", "added"))
         for row, column, scale, words in weights:
             tile = product_tile(dtype, 64, 64, is_added=scale is not None)
-            options = {key: tile.pop(key) for key in ("num_warps", "num_stages")}
+            options = {key: tile.pop(key) for key in _OPTIONS}
             yield compile_case(
                 grouped_gemm_kernel,
                 f"grouped_gemm, {name}, weights {words}",
@@ -349,7 +354,7 @@ def compile_cases() -> Iterator[CompileCase]:
             )
         for out, is_added in ((data, False), ("*fp32:16", True)):
             tile = weight_grad_tile(dtype, is_even=True, is_added=is_added)
-            options = {key: tile.pop(key) for key in ("num_warps", "num_stages")}
+            options = {key: tile.pop(key) for key in _OPTIONS}
             yield compile_case(
                 weight_grad_kernel,
                 f"grouped_gemm_weight_grad, {name}, {'added to fp32' if is_added else 'written'}",

@@ -54,12 +54,14 @@ how many pages are on the host.
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
+from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     ALIGNMENT,
     COPIES_PER_PROCESSOR,
@@ -84,10 +86,12 @@ def count_for(num_tensors: int) -> int:
 
 def shifted(numbers: Sequence[int]) -> tuple[int, ...]:
     """Encodes numbers for kernels. See [Note: numbers that kernels are not specialized on]."""
-    return tuple(2 * number + SHIFTED.value for number in numbers)
+    shift = SHIFTED.value
+    return tuple([2 * number + shift for number in numbers])
 
 
-def shifted_tensors(tensors: Sequence[int]) -> tuple[int, ...]:
+@functools.lru_cache(MAX_PREPARED)
+def shifted_tensors(tensors: tuple[int, ...]) -> tuple[int, ...]:
     """Pads the integers of encode_tensors with absent tensors and encodes them for kernels."""
     num_tensors = len(tensors) // INTS_PER_TENSOR
     return shifted([*tensors, *_ABSENT * (count_for(num_tensors) - num_tensors)])
@@ -386,11 +390,8 @@ def plan(
     tensors: Sequence[int],
 ) -> None:
     """Launches paged_stash::plan. num_rows: [1], int64; reserve: [3], int64. See [Note: operands] in cpu_kernels.py."""
-    count = count_for(len(tensors) // INTS_PER_TENSOR)
-    state = (heads, tails, ring, table, held, counters)
-    plan_kernel[(1,)](
-        num_rows, reserve, *state, shifted(layout), shifted_tensors(tensors), COUNT=count, LANES=LANES, num_warps=4
-    )
+    launch, numbers = _one_program(plan_kernel, tuple(layout), tuple(tensors))
+    launch(1, (num_rows, reserve, heads, tails, ring, table, held, counters), numbers)
 
 
 def stash(
@@ -439,9 +440,23 @@ def release(
     tensors: Sequence[int],
 ) -> None:
     """Launches paged_stash::release. ring: [pages], int32; tails: [2], int64. See [Note: operands], cpu_kernels.py."""
+    launch, numbers = _one_program(release_kernel, tuple(layout), tuple(tensors))
+    launch(1, (ring, tails, table, held), numbers)
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _one_program(
+    kernel: Any, layout: tuple[int, ...], tensors: tuple[int, ...]
+) -> tuple[PreparedLaunch, tuple[tuple[int, ...], ...]]:
+    """Returns a launch of plan_kernel or release_kernel, and its encoded numbers."""
     count = count_for(len(tensors) // INTS_PER_TENSOR)
-    numbers = (shifted(layout), shifted_tensors(tensors))
-    release_kernel[(1,)](ring, tails, table, held, *numbers, COUNT=count, LANES=LANES, num_warps=4)
+    return _of_count(kernel, count), (shifted(layout), shifted_tensors(tensors))
+
+
+@functools.cache
+def _of_count(kernel: Any, count: int) -> PreparedLaunch:
+    """Returns the launch of plan_kernel or release_kernel that all groups of up to `count` tensors share."""
+    return PreparedLaunch(kernel, {"COUNT": count, "LANES": LANES}, options={"num_warps": 4})
 
 
 def _launch(
@@ -456,32 +471,38 @@ def _launch(
 ) -> None:
     if not moved:
         return
-    layout, tensors = numbers
+    layout, tensors = tuple(numbers[0]), tuple(numbers[1])
     tiers = [tier.data_ptr() for tier in pages]
-    assert not any(tier % ALIGNMENT for tier in tiers), "pages start at multiples of 16 bytes"
+    assert not (tiers[0] | tiers[1]) % ALIGNMENT, "pages start at multiples of 16 bytes"
     addresses = [tensor.data_ptr() for tensor in moved]
     addresses += [0] * (count_for(len(moved)) - len(moved))
-    block = block_words(layout[0])
-    useful = _max_items(tensors, layout[0], block=block)
-    most = num_programs or _num_processors(table.device) * COPIES_PER_PROCESSOR
+    launch, useful = _copy(layout[0], tensors, to_pages)
+    if num_programs:
+        useful = min(useful, num_programs)
+    records, memory = shifted_tensors(tensors), shifted(addresses)
     # See [Note: tiers].
-    for tier, programs in enumerate((most, min(most, HOST_PROGRAMS))[: 2 if layout[2] else 1]):
-        copy_kernel[(max(min(programs, useful), 1),)](
-            table,
-            held,
-            shifted([*layout, *tiers, tier]),
-            shifted_tensors(tensors),
-            shifted(addresses),
-            BLOCK=block,
-            TO_PAGES=to_pages,
-            num_warps=block // WORDS_PER_WARP,
-            maxnreg=MAX_REGISTERS,
-        )
+    for tier, programs in enumerate((useful, min(useful, HOST_PROGRAMS))[: 2 if layout[2] else 1]):
+        launch(programs, (table, held), (shifted((*layout, *tiers, tier)), records, memory))
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _copy(page_bytes: int, tensors: tuple[int, ...], to_pages: bool) -> tuple[PreparedLaunch, int]:
+    """Returns a launch of copy_kernel, and the number of programs beyond which more would be idle, at least 1."""
+    block = block_words(page_bytes)
+    return _of_block(block, to_pages), max(_max_items(tensors, page_bytes, block=block), 1)
+
+
+@functools.cache
+def _of_block(block: int, to_pages: bool) -> PreparedLaunch:
+    """Returns the launch of copy_kernel that all groups of a pool share."""
+    fixed = {"BLOCK": block, "TO_PAGES": to_pages}
+    options = {"num_warps": block // WORDS_PER_WARP, "maxnreg": MAX_REGISTERS}
+    return PreparedLaunch(copy_kernel, fixed, options=options, per_processor=COPIES_PER_PROCESSOR)
 
 
 def block_words(page_bytes: int) -> int:
     """Returns the number of 16-byte words that a program copies per iteration: a page, within limits."""
-    return min(max(triton.next_power_of_2(page_bytes // 16), MIN_BLOCK), MAX_BLOCK)
+    return min(max(next_power_of_2(page_bytes // 16), MIN_BLOCK), MAX_BLOCK)
 
 
 def _max_items(tensors: Sequence[int], page_bytes: int, *, block: int) -> int:
@@ -489,14 +510,6 @@ def _max_items(tensors: Sequence[int], page_bytes: int, *, block: int) -> int:
     records = (tensors[start : start + INTS_PER_TENSOR] for start in range(0, len(tensors), INTS_PER_TENSOR))
     pages = sum(-(-record[0] * record[2] // page_bytes) for record in records)
     return pages * -(-page_bytes // (16 * block))
-
-
-@functools.cache
-def _num_processors(device: torch.device) -> int:
-    """Returns the number of streaming multiprocessors, or 1 if kernels are interpreted."""
-    if device.type == "cpu":
-        return 1
-    return torch.get_device_module(device).get_device_properties(device).multi_processor_count
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
