@@ -1,10 +1,11 @@
 """Compiles every Triton kernel for sm_80, sm_90 and sm_100 without a GPU, and reads its resources from machine code.
 
-    python benchmarks/compiled_kernels.py [--hot | --only KERNEL ...]
+    python benchmarks/compiled_kernels.py [--hot | --only KERNEL ... | --in-flight]
 
 Writes benchmarks/results/compiled_kernels.csv (the whole matrix, which takes about half an hour on one core; --hot
-recompiles only the hot shapes) and docs/compiled_kernels.md (its worst cases, hot shapes and misses).
-kernel_launches.py defines the launches of the matrix. Needs no GPU: Triton includes ptxas, cuobjdump and nvdisasm.
+recompiles only the hot shapes) and docs/compiled_kernels.md (its worst cases, hot shapes and misses). --in-flight only
+prints the bytes that memory-bound kernels have in flight. kernel_launches.py defines the launches of the matrix. Needs
+no GPU: Triton includes ptxas, cuobjdump and nvdisasm.
 
 [Note: occupancy]
 The number of programs resident on an SM is limited by registers, shared memory, tensor memory and threads. From
@@ -13,6 +14,12 @@ architectures has 65,536 registers, 2048 threads and 32 blocks per SM, and 164, 
 which 1 KiB is reserved for each block. Registers of a thread are allocated in units of 8, i.e. 256 for each
 warp, and warps in groups of four, one for each quarter of an SM. Shared memory is allocated in units of 128 bytes.
 sm_100 has 512 columns of tensor memory per SM.
+
+[Note: bytes in flight] By Little's law, bandwidth is bytes in flight over latency. An H200 has 132 SMs and reads
+4.3 TB/s with a latency of about 0.7 us, so each SM needs 23 KB of loads in flight on average. The maximum of a kernel
+is computed from machine code: bytes that a thread has loaded before it uses the first of them, times the threads of
+resident programs, times the share of a tile's columns that exist. Kernels need more than the average, because they also
+compute and store.
 """
 
 import argparse
@@ -97,8 +104,7 @@ def occupancy(architecture: int, *, registers: int, warps: int, shared: int, ten
 
 def compile_launch(launch: Launch, architecture: int) -> Facts:
     """Compiles the kernel of a launch and reads its resources from the machine code."""
-    target = GPUTarget("cuda", architecture, 32)
-    compiled: Any = triton.compile(launch.case.source, target=target, options=dict(launch.case.options))
+    compiled = _compiled(launch, architecture)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cubin"
         path.write_bytes(compiled.asm["cubin"])
@@ -124,6 +130,11 @@ def compile_launch(launch: Launch, architecture: int) -> Facts:
     )
 
 
+def _compiled(launch: Launch, architecture: int) -> Any:
+    target = GPUTarget("cuda", architecture, 32)
+    return triton.compile(launch.case.source, target=target, options=dict(launch.case.options))
+
+
 def ptx_facts(ptx: str) -> dict[str, Any]:
     """Returns the widest accesses to global memory, in bits, and the tensor-core instructions of a kernel's PTX."""
     widest = {"ld": 0, "st": 0}
@@ -147,9 +158,31 @@ def _run(program: str, *arguments: object) -> str:
     return subprocess.run([BINARIES / program, *map(str, arguments)], check=True, capture_output=True, text=True).stdout
 
 
+# Address, predicate, name and operands in a line of nvdisasm.
+_INSTRUCTION = r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)([^;]*)"
+
+
 def machine_instructions(listing: str) -> list[str]:
     """Returns the names of the instructions in a listing of nvdisasm, such as LDG.E.128."""
-    return re.findall(r"^\s*/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_.]*)", listing, re.MULTILINE)
+    return [name for name, _ in re.findall(_INSTRUCTION, listing, re.MULTILINE)]
+
+
+def loaded_before_use(listing: str) -> int:
+    """Returns the maximum number of bytes per thread that loads of global memory have in flight.
+
+    listing: of nvdisasm. Loads complete in order, at the first use of a register of theirs or of a later load.
+    """
+    in_flight: list[tuple[range, int]] = []
+    most = 0
+    for name, operands in re.findall(_INSTRUCTION, listing, re.MULTILINE):
+        used = [int(number) for number in re.findall(r"\bR(\d+)\b", operands)]
+        waits = [index for index, (registers, _) in enumerate(in_flight) if any(one in registers for one in used)]
+        in_flight = in_flight[max(waits, default=-1) + 1 :]
+        if name.startswith("LDG."):
+            size = _bits(name) // 8
+            in_flight.append((range(used[0], used[0] + max(size // 4, 1)), size))
+            most = max(most, sum(size for _, size in in_flight))
+    return most
 
 
 def _bits(name: str) -> int:
@@ -261,6 +294,62 @@ def _dtype(launch: Launch) -> str:
     """Returns the dtype of the kernel's first floating-point argument, or "" if there is none."""
     types = [str(kind).removeprefix("*") for kind in launch.case.source.signature.values()]
     return next((kind for kind in types if kind.startswith(("bf", "fp"))), "")
+
+
+# Section: bytes in flight of memory-bound kernels. See [Note: bytes in flight].
+
+NEEDED_BYTES = round(4.3e12 * 0.7e-6 / 132)
+MEMORY_BOUND = ("act_kernel", "act_gradient_kernel", "gather_kernel", "sum_kernel")
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """Loads that a kernel has in flight on an SM of sm_90. programs: resident and launched; share: of the columns."""
+
+    launch: Launch
+    programs: int
+    bytes_of_program: int
+    share: float
+
+    @property
+    def bytes_of_processor(self) -> int:
+        """Bytes in flight on an SM."""
+        return int(self.programs * self.bytes_of_program * self.share)
+
+
+def in_flight(launch: Launch) -> InFlight:
+    """Compiles a launch of a memory-bound kernel for sm_90 and computes its bytes in flight."""
+    facts = compile_launch(launch, 90)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cubin"
+        path.write_bytes(_compiled(launch, 90).asm["cubin"])
+        of_thread = loaded_before_use(_run("nvdisasm", "-c", path))
+    module = kernel_launches.kernels()[launch.kernel_name]
+    residency: Residency = module.residencies(facts.warps)[launch.kernel_name]
+    width, columns = launch.sizes.get("ffn") or launch.sizes["width"], launch.sizes["COLUMNS"]
+    share = width / (-(-width // columns) * columns)
+    return InFlight(
+        launch, min(facts.programs, residency.at_most_launched or BLOCKS), 32 * facts.warps * of_thread, share
+    )
+
+
+def wide_launches() -> list[Launch]:
+    """Returns the hot launches of memory-bound kernels whose rows have more than one element."""
+    return [
+        launch
+        for launch in kernel_launches.hot()
+        if launch.kernel_name in MEMORY_BOUND and launch.sizes.get("width") != 1
+    ]
+
+
+def print_in_flight() -> None:
+    """Prints the bytes in flight of all wide launches."""
+    print(f"needed on average: {NEEDED_BYTES / 1e3:.1f} KB per SM")
+    for one in map(in_flight, wide_launches()):
+        print(
+            f"{one.launch.kernel_name:20} {one.launch.case.name:32} {one.programs:2} programs x "
+            f"{one.bytes_of_program / 1e3:4.1f} KB x {one.share:.2f} = {one.bytes_of_processor / 1e3:5.1f} KB"
+        )
 
 
 # Section: the table.
@@ -443,7 +532,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hot", action="store_true", help="recompile only the hot shapes")
     parser.add_argument("--only", nargs="+", help="recompile only the hot shapes and these kernels of the matrix")
+    parser.add_argument("--in-flight", action="store_true", help="print bytes in flight and write nothing")
     arguments = parser.parse_args()
+    if arguments.in_flight:
+        print_in_flight()
+        return
     hot = rows_of(kernel_launches.hot(), hot=True)
     known: dict[tuple[str, str], list[Row]] = defaultdict(list)
     for row in read_table() if TABLE.exists() else ():

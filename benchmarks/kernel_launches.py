@@ -66,14 +66,16 @@ _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 class Launch:
     """One recorded launch.
 
-    module: module of the kernel's launcher. key: equal for launches that share a compiled kernel. can_be_wide: whether
-    it moves rows or pages that start at multiples of 16 bytes, so that 16 bytes can be accessed at a time.
+    module: module of the kernel's launcher. key: equal for launches that share a compiled kernel. sizes: arguments
+    passed by name, i.e. sizes and constants. can_be_wide: whether it moves rows or pages that start at multiples of 16
+    bytes, so that 16 bytes can be accessed at a time.
     """
 
     module: ModuleType
     kernel: JITFunction
     case: CompileCase
     key: tuple[Any, ...]
+    sizes: Mapping[str, Any]
     can_be_wide: bool = False
 
     @property
@@ -125,7 +127,7 @@ def _launch(name: str, kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[
         name += ", to pages" if kwargs["TO_PAGES"] else ", from pages"
     parts = (signature, constants, attributes, options)
     key = (kernel.__name__, *(repr(sorted(part.items(), key=str)) for part in parts))
-    return Launch(kernels()[kernel.__name__], kernel, CompileCase(name, source, options), key)
+    return Launch(kernels()[kernel.__name__], kernel, CompileCase(name, source, options), key, kwargs)
 
 
 def distinct(found: Iterator[Launch]) -> list[Launch]:

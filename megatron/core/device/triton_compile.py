@@ -18,12 +18,14 @@ class Residency:
     """Number of programs of a kernel that are resident on one streaming multiprocessor, as its launcher assumes.
 
     at_least: minimum, below which programs that must run concurrently would wait. at_most: maximum, above which
-    multiprocessors would be idle at the end of a grid of limited size; None means no limit. runs_beside: whether the
-    kernel overlaps with expert GEMMs and should leave registers for them.
+    multiprocessors would be idle at the end of a grid of limited size; None means no limit. at_most_launched: number of
+    programs for each multiprocessor to which the grid is limited; None means one program for each tile. runs_beside:
+    whether the kernel overlaps with expert GEMMs and should leave registers for them.
     """
 
     at_least: int = 1
     at_most: int | None = None
+    at_most_launched: int | None = None
     runs_beside: bool = False
 
 

@@ -250,6 +250,36 @@ def test_instructions_are_read_from_listings_with_and_without_predicates() -> No
     assert compiled_kernels.machine_instructions(listing) == ["LDC", "LDG.E.128", "UTCHMMA", "STL.64"]
 
 
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        ("", 0),
+        ("LDG.E.128 R4, desc[UR4][R2.64]\nLDG.E.128 R8, desc[UR4][R2.64+0x800]\nFADD R4, R4, R8", 32),
+        # The first is used before the second is loaded.
+        ("LDG.E.128 R4, desc[UR4][R2.64]\nFADD R12, R7, R7\nLDG.E.128 R8, desc[UR4][R2.64]", 16),
+        # The address of the third is the first: it waits for the first alone.
+        ("LDG.E R4, desc[UR4][R2.64]\nLDG.E.64 R8, desc[UR4][R2.64]\n@P0 LDG.E R6, desc[UR4][R4.64]", 12),
+        # Loads complete in order, so the use of the second also ends the first.
+        ("LDG.E.64 R4, desc[UR4][R2.64]\nLDG.E.U16 R8, desc[UR4][R2.64]\nFADD R9, R8, R8\nLDG.E.64 R10, [R2.64]", 10),
+        ("LDS.128 R4, [R2]\nSTG.E.128 desc[UR4][R2.64], R4", 0),
+    ],
+)
+def test_loads_before_their_use_are_read_from_listings(lines: str, expected: int) -> None:
+    listing = "".join(f"        /*{16 * index:04x}*/  {line} ;\n" for index, line in enumerate(lines.splitlines()))
+    assert compiled_kernels.loaded_before_use(listing) == expected
+
+
+WIDE = compiled_kernels.wide_launches()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", range(len(WIDE)), ids=[f"{one.kernel_name} {one.case.name}" for one in WIDE])
+def test_a_memory_bound_kernel_keeps_more_bytes_in_flight_than_little_needs(index: int) -> None:
+    found = compiled_kernels.in_flight(WIDE[index])
+    assert found.bytes_of_processor > compiled_kernels.NEEDED_BYTES == 22803, found
+    assert {one.kernel_name for one in WIDE} == set(compiled_kernels.MEMORY_BOUND)
+
+
 def test_widths_and_tensor_instructions_are_read_from_ptx() -> None:
     ptx = """
         @%p1 ld.global.L1::evict_last.v4.b32 {%r1, %r2, %r3, %r4}, [ %rd1 + 0 ];

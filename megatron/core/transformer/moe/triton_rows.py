@@ -9,6 +9,10 @@ of a run of slots, and all rows are marked as padding. In the second launch, eac
 programs, assigns rows to the slots of its run, and overwrites the marks of these rows. In a single launch, programs
 would have to wait for the counts of others, which can deadlock unless all of them are resident. Rows depend only on
 sums of integers and never on the order of atomic operations, so they are the same in each run.
+
+[Note: bytes in flight] A load takes about 0.7 us, so 132 multiprocessors reach the 4.3 TB/s of an H200 only if each has
+23 KB of loads in flight all the time. Programs of row kernels are therefore small enough for many of them to be
+resident, and issue independent loads before they use the first. benchmarks/compiled_kernels.py multiplies both.
 """
 # mypy: allow-untyped-defs
 
@@ -23,10 +27,15 @@ from torch import Tensor
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
 
-# Elements that a program moves per iteration: 16 bytes for each thread of 4 warps in half precision.
+# Elements that a program sums for each choice: 16 bytes for each thread of 4 warps in half precision. See [Note: bytes
+# in flight].
 _TILE = 1024
+# Columns that a program copies per iteration, and rows of a tile, of which narrow rows would need fewer programs than
+# there are multiprocessors.
+_COPIED_COLUMNS, _MOST_ROWS = 2048, 128
+# Choices whose rows the compiler may load before it adds the first of them.
+_MOST_LOADS = 8
 _WARPS = {"num_warps": 4}
-
 
 # Slots that a program orders per iteration. It compares all pairs of them.
 _SLOTS = 64
@@ -165,17 +174,31 @@ def gather_kernel(x, source_of_row, num_rows, out, width, ROWS: tl.constexpr, CO
         tl.store(out + place, values, mask=is_live[:, None] & inside)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "choices"])
-def sum_kernel(rows, row_of_slot, out, num_tokens, choices, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize=["num_tokens"])
+def sum_kernel(
+    rows,
+    row_of_slot,
+    out,
+    num_tokens,
+    width,
+    CHOICES: tl.constexpr,
+    LOADS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """Adds the rows of each token's slots in the order of its choices. The loads of LOADS choices are independent."""
     token = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_token = token < num_tokens
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = (column < width)[None, :]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
-    for choice in range(choices):
-        row = tl.load(row_of_slot + token * choices + choice, mask=is_token, other=-1).to(tl.int64)
-        mask = (row >= 0)[:, None] & inside
-        total += tl.load(rows + row[:, None] * width + column[None, :], mask=mask, other=0).to(tl.float32)
+    for first in range(0, CHOICES, LOADS):
+        for choice in tl.static_range(LOADS):
+            slot = token * CHOICES + first + choice
+            exists = is_token & (first + choice < CHOICES)
+            row = tl.load(row_of_slot + slot, mask=exists, other=-1).to(tl.int64)
+            mask = (row >= 0)[:, None] & inside
+            total += tl.load(rows + row[:, None] * width + column[None, :], mask=mask, other=0).to(tl.float32)
     place = token.to(tl.int64)[:, None] * width + column[None, :]
     tl.store(out + place, total.to(out.dtype.element_ty), mask=is_token[:, None] & inside)
 
@@ -260,7 +283,7 @@ def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tens
 @functools.cache
 def _gather(width: int) -> tuple[PreparedLaunch, int]:
     """Returns a launch of gather_kernel, and the rows of a tile."""
-    tile = _tile(width)
+    tile = _tile(width, most_columns=_COPIED_COLUMNS)
     return PreparedLaunch(gather_kernel, {"width": width, **tile}, options=_WARPS), tile["ROWS"]
 
 
@@ -284,7 +307,7 @@ def _sum(dtype: torch.dtype, choices: int, width: int) -> tuple[PreparedLaunch, 
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{dtype} is not supported: only fp32, bf16 and fp16 have kernels")
     tile = _tile(width)
-    launch = PreparedLaunch(sum_kernel, {"choices": choices, "width": width, **tile}, options=_WARPS)
+    launch = PreparedLaunch(sum_kernel, {"width": width, **_loads(choices), **tile}, options=_WARPS)
     return launch, tile["ROWS"], -(-width // tile["COLUMNS"])
 
 
@@ -299,8 +322,8 @@ def compile_cases() -> Iterator[CompileCase]:
     """Yields compile cases: orders of few and of many experts, wide rows in bf16, and fp32 rows of one element."""
     for num_experts in (8, 256):
         yield from _order_cases(num_experts)
-    for name, width, tile in (("bf16", "i32:16", _tile(4096)), ("fp32", 1, _tile(1))):
-        data = f"*{name}:16"
+    for name, elements in (("bf16", 4096), ("fp32", 1)):
+        data, width = f"*{name}:16", 1 if elements == 1 else "i32:16"
         yield compile_case(
             gather_kernel,
             f"gather_rows, {name}, width {width}",
@@ -310,7 +333,7 @@ def compile_cases() -> Iterator[CompileCase]:
             num_rows="*i64",
             out=data,
             width=width,
-            **tile,
+            **_tile(elements, most_columns=_COPIED_COLUMNS),
         )
         yield compile_case(
             sum_kernel,
@@ -320,9 +343,9 @@ def compile_cases() -> Iterator[CompileCase]:
             row_of_slot="*i32:16",
             out=data,
             num_tokens="i32",
-            choices="i32",
             width=width,
-            **tile,
+            **_loads(8),
+            **_tile(elements),
         )
 
 
@@ -378,6 +401,10 @@ def _sizes_of_search(num_experts: int) -> dict[str, int]:
     return {"BINS": bins, "ROWS": max(8, min(2 * _TILE // bins, 256))}
 
 
-def _tile(width: int) -> dict[str, int]:
-    columns = min(_TILE, next_power_of_2(width))
-    return {"ROWS": _TILE // columns, "COLUMNS": columns}
+def _tile(width: int, *, most_columns: int = _TILE) -> dict[str, int]:
+    columns = min(most_columns, next_power_of_2(width))
+    return {"ROWS": max(1, min(_TILE // columns, _MOST_ROWS)), "COLUMNS": columns}
+
+
+def _loads(choices: int) -> dict[str, int]:
+    return {"CHOICES": choices, "LOADS": max(1, min(choices, _MOST_LOADS))}

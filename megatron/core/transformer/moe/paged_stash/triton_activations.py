@@ -32,9 +32,9 @@ SQUARED_RELU = tl.constexpr(int(Curve.SQUARED_RELU))
 # Elements of one tile: 32 for each thread of 4 warps, and 8 in the gradient, which requires several registers for each.
 _ACT_ELEMENTS, _GRADIENT_ELEMENTS = 4096, 1024
 _WARPS = {"num_warps": 4}
-# Resident programs per processor, for both kernels. A grid is limited to them, so that a recomputation that is not
-# required costs little.
-_PROGRAMS_PER_PROCESSOR = 2
+# Programs per processor that a grid is limited to, so that a recomputation that is not required costs little, and those
+# of them that are resident for every activation. See [Note: bytes in flight] in triton_rows.py.
+_ACT_PROGRAMS, _GRADIENT_PROGRAMS = Residency(at_least=2, at_most_launched=8), Residency(at_least=4, at_most_launched=8)
 
 
 @triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["num_rows", "needed"])
@@ -288,7 +288,7 @@ def _act(
     tile = _act_tile(ffn, _ACT_ELEMENTS)
     sizes = {"ffn": ffn, "gate_up_pitch": gate_up_strides[0], "out_pitch": out_strides[0]}
     fixed = {**sizes, **_form_arguments(ActivationForm(*form)), **tile}
-    launch = PreparedLaunch(act_kernel, fixed, options=_WARPS, per_processor=_PROGRAMS_PER_PROCESSOR)
+    launch = PreparedLaunch(act_kernel, fixed, options=_WARPS, per_processor=_ACT_PROGRAMS.at_most_launched)
     return launch, tile["ROWS"], -(-ffn // tile["COLUMNS"])
 
 
@@ -304,7 +304,8 @@ def _act_gradient(
     sizes = {"ffn": ffn, "grad_row": grad_row, "grad_column": grad_column}
     pitches = {"gate_up_pitch": gate_up_pitch, "grad_gate_up_pitch": grad_gate_up_pitch}
     fixed = {**sizes, **pitches, **_form_arguments(ActivationForm(*form)), **tile}
-    launch = PreparedLaunch(act_gradient_kernel, fixed, options=_WARPS, per_processor=_PROGRAMS_PER_PROCESSOR)
+    per_processor = _GRADIENT_PROGRAMS.at_most_launched
+    launch = PreparedLaunch(act_gradient_kernel, fixed, options=_WARPS, per_processor=per_processor)
     return launch, tile["ROWS"]
 
 
@@ -326,7 +327,7 @@ def _form_arguments(form: ActivationForm) -> dict[str, Any]:
 def residencies(num_warps: int) -> Mapping[str, Residency]:
     """Maps each kernel's name to the residency that its launcher assumes, for programs of 4 warps."""
     assert num_warps == _WARPS["num_warps"]
-    return dict.fromkeys(("act_kernel", "act_gradient_kernel"), Residency(at_least=_PROGRAMS_PER_PROCESSOR))
+    return {"act_kernel": _ACT_PROGRAMS, "act_gradient_kernel": _GRADIENT_PROGRAMS}
 
 
 def compile_cases() -> Iterator[CompileCase]:

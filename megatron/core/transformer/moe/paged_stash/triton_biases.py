@@ -21,9 +21,9 @@ from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, nex
 # Elements of one tile: 16 for each thread of 4 warps.
 _ELEMENTS = 2048
 _WARPS = {"num_warps": 4}
-# Resident programs per processor, for the kernels that loop over tiles. A grid is limited to them, so that a
-# recomputation that is not required costs little.
-_PROGRAMS_PER_PROCESSOR = 4
+# Programs per processor that a grid is limited to, so that a recomputation that is not required costs little, and those
+# of them that are resident, for the kernels that loop over tiles. See [Note: bytes in flight] in triton_rows.py.
+_PROGRAMS = Residency(at_least=4, at_most_launched=8)
 
 
 @triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["needed"])
@@ -165,7 +165,7 @@ def _addition(
     (experts, width), tile = shape, _tile(shape[1])
     sizes = {"num_experts": experts, "width": width, "pitch": pitch, "share": share}
     fixed = {**sizes, "GROUPS": next_power_of_2(experts), **tile}
-    launch = PreparedLaunch(add_bias_kernel, fixed, options=_WARPS, per_processor=_PROGRAMS_PER_PROCESSOR)
+    launch = PreparedLaunch(add_bias_kernel, fixed, options=_WARPS, per_processor=_PROGRAMS.at_most_launched)
     return launch, tile["ROWS"], -(-width // tile["COLUMNS"])
 
 
@@ -209,7 +209,7 @@ def _scale_gradient(
     (experts, width), tile = shape, _tile(shape[1])
     sizes = {"num_experts": experts, "width": width, "grad_row": strides[0], "grad_column": strides[1], "share": share}
     fixed = {**sizes, "GROUPS": next_power_of_2(experts), **tile}
-    launch = PreparedLaunch(bias_scale_grad_kernel, fixed, options=_WARPS, per_processor=_PROGRAMS_PER_PROCESSOR)
+    launch = PreparedLaunch(bias_scale_grad_kernel, fixed, options=_WARPS, per_processor=_PROGRAMS.at_most_launched)
     return launch, tile["ROWS"]
 
 
@@ -233,8 +233,7 @@ def check_adjacent_columns(width: int, *column_strides: int) -> None:
 def residencies(num_warps: int) -> Mapping[str, Residency]:
     """Maps each kernel's name to the residency that its launcher assumes. bias_grad_kernel has one program per tile."""
     assert num_warps == _WARPS["num_warps"]
-    looping = Residency(at_least=_PROGRAMS_PER_PROCESSOR)
-    return {"add_bias_kernel": looping, "bias_grad_kernel": Residency(), "bias_scale_grad_kernel": looping}
+    return {"add_bias_kernel": _PROGRAMS, "bias_grad_kernel": Residency(), "bias_scale_grad_kernel": _PROGRAMS}
 
 
 def compile_cases() -> Iterator[CompileCase]:

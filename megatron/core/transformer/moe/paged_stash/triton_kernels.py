@@ -514,7 +514,7 @@ def _max_items(tensors: Sequence[int], page_bytes: int, *, block: int) -> int:
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
     """Maps each kernel's name to the residency that its launcher assumes. plan and release run as one program."""
-    copies = Residency(at_least=COPIES_PER_PROCESSOR, runs_beside=True)
+    copies = Residency(at_least=COPIES_PER_PROCESSOR, at_most_launched=COPIES_PER_PROCESSOR, runs_beside=True)
     return {"plan_kernel": Residency(), "copy_kernel": copies, "release_kernel": Residency()}
 
 
