@@ -26,6 +26,7 @@ from triton.runtime.jit import JITFunction, create_function_from_signature
 from megatron.core.device.triton_compile import CompileCase
 from megatron.core.optimizer import triton_adam
 from megatron.core.optimizer.stored_floats import Plain, Rounded, ScaledHalf, StoredFloats, WithRemainder
+from megatron.core.transformer import triton_rope
 from megatron.core.transformer.moe import triton_router, triton_rows
 from megatron.core.transformer.moe.paged_stash import (
     triton_activations,
@@ -50,14 +51,15 @@ MODULES: tuple[ModuleType, ...] = (
     triton_router,
     triton_rows,
     triton_kernels,
+    triton_rope,
     triton_adam,
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXPERTS = (1, 8, 32, 128, 256)
 PAGES = tuple(16 * block for block in (128, 256, 512, 1024, 2048, 4096))  # in bytes; each selects a different BLOCK
 ROWS, TOKENS = 4096, 2048
-# Kernels that copy rows or pages, or add rows.
-MOVING = ("copy_kernel", "gather_kernel", "sum_kernel")
+# Kernels that copy rows or pages, or add or rotate rows.
+MOVING = ("copy_kernel", "gather_kernel", "sum_kernel", "rotate_kernel", "rotate_grads_kernel")
 # Options of a launch that are not arguments of its kernel.
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
@@ -303,6 +305,55 @@ def stash(page_bytes: int, num_tensors: int) -> None:
     triton_kernels.release(ring, ends[1], **state)
 
 
+@dataclass(frozen=True)
+class Heads:
+    """Heads of self-attention on a rank: D = width channels, of which 2 * half are rotated.
+
+    norms: "plain" or "zero-centered" RMSNorms of queries and keys, or None.
+    """
+
+    dtype: str
+    width: int
+    half: int
+    groups: int = 4
+    queries: int = 8
+    gates: int = 0
+    norms: str | None = None
+    is_interleaved: bool = False
+    is_aligned: bool = True
+
+    @property
+    def can_be_wide(self) -> bool:
+        """Whether rows and pairs start at multiples of 16 bytes."""
+        element = _ALL_DTYPES[self.dtype].itemsize
+        return self.is_aligned and self.width * element % 16 == self.half * element % 16 == 0
+
+    def launch(self) -> None:
+        """Launches norm and rotation of queries and keys, and their gradients."""
+        element, groups, width = _ALL_DTYPES[self.dtype], self.groups, self.width
+        parts = self.queries + self.gates + 2
+        mixed = _empty(_SEQ, 2, groups, parts, width, dtype=element, is_aligned=self.is_aligned)
+        weights = [None if self.norms is None else torch.empty(width, dtype=element) for _ in range(2)]
+        table = [torch.empty(_SEQ, self.half, dtype=torch.promote_types(element, torch.float32)) for _ in range(2)]
+        options: dict[str, Any] = {"eps": 1e-6, "interleaved": self.is_interleaved}
+        options["zero_centered"] = self.norms == "zero-centered"
+        query, key = triton_rope.rotate_qkv(mixed, *table, *weights, gates=self.gates, **options)
+        gate = torch.empty(_SEQ, 2, groups, self.gates, width, dtype=element) if self.gates else None
+        kept = None if self.norms is None else mixed
+        triton_rope.rotate_qkv_grads(query, key, key, gate, kept, *table, *weights, **options)
+
+
+_SEQ = 512
+
+
+def rotated(dtype: str, width: int, half: int, *, first: int, is_interleaved: bool) -> None:
+    """Launches the rotation of all heads, of which `first` channels come before the rotated ones, and its inverse."""
+    t = torch.empty(_SEQ, 2, 16, width, dtype=DTYPES[dtype])
+    table = [torch.empty(_SEQ, half, dtype=torch.float32) for _ in range(2)]
+    for inverse in (False, True):
+        triton_rope.rotate(t, *table, first=first, interleaved=is_interleaved, inverse=inverse)
+
+
 # Storage formats by name: (masters, each moment, dtype of gradients, dtype of parameters or None if they are masters).
 ADAM_FORMS: Mapping[str, tuple[str, str, str, str | None]] = {
     "fp32": ("fp32", "fp32", "fp32", None),
@@ -373,6 +424,7 @@ def matrix() -> list[Launch]:
         _orders(),
         _rows(),
         _stashes(),
+        _heads(),
         _adams(),
     )
     return distinct(itertools.chain.from_iterable(found))
@@ -458,6 +510,34 @@ def _stashes() -> Iterator[Launch]:
         yield from launches(f"pages of {page_bytes} bytes, {count} tensors", run, can_be_wide=True)
 
 
+def _heads() -> Iterator[Launch]:
+    # (D, D_rot / 2): whole heads, heads without a power of two of pairs, and heads with others.
+    widths = ((128, 64), (64, 32), (256, 128), (80, 40), (256, 32), (13, 3))
+    kinds = (None, "plain", "zero-centered")
+    for dtype, (width, half), norms in itertools.product(("bf16", "fp32"), widths, kinds):
+        yield from _of_heads(Heads(dtype, width, half, norms=norms), "")
+    for dtype, norms in itertools.product(("bf16", "fp32"), kinds[:2]):
+        for width, half in widths[:1] + widths[-2:]:
+            yield from _of_heads(Heads(dtype, width, half, norms=norms, is_interleaved=True), ", interleaved")
+        yield from _of_heads(Heads(dtype, 128, 64, norms=norms, gates=8), ", gates")
+        yield from _of_heads(Heads(dtype, 128, 64, norms=norms, is_aligned=False), ", addresses + 1")
+    for dtype, norms in itertools.product(("fp16", "fp64"), kinds[:2]):
+        yield from _of_heads(Heads(dtype, 128, 64, norms=norms), "")
+    for dtype, is_interleaved, (width, half, first) in itertools.product(
+        ("bf16", "fp32"), (False, True), ((128, 64, 0), (192, 32, 128), (64, 32, 0))
+    ):
+        words = f"heads, {dtype}, width {width}, {half} pairs from {first}{', interleaved' if is_interleaved else ''}"
+        run = functools.partial(rotated, dtype, width, half, first=first, is_interleaved=is_interleaved)
+        for name, launch in zip(("", ", back"), launches(words, run, can_be_wide=True), strict=True):
+            yield replace(launch, case=replace(launch.case, name=launch.case.name + name))
+
+
+def _of_heads(heads: Heads, more: str) -> Iterator[Launch]:
+    norms = "" if heads.norms is None else f", {heads.norms} norms"
+    words = f"qkv, {heads.dtype}, width {heads.width}, {heads.half} pairs{norms}{more}"
+    yield from launches(words, heads.launch, can_be_wide=heads.can_be_wide)
+
+
 def _adams() -> Iterator[Launch]:
     # Decoupled decay, a divisor and a flag that skips the update are independent.
     flags = ((True, True, True), (False, False, True), (True, True, False), (False, False, False))
@@ -475,7 +555,7 @@ def _adams() -> Iterator[Launch]:
 class HotModel:
     """An MoE model as run by one rank in bf16.
 
-    experts: number of the rank's experts. page_tokens: moe_paged_stash_page_size.
+    experts: number of the rank's experts. page_tokens: moe_paged_stash_page_size. heads: None for latent attention.
     """
 
     name: str
@@ -484,9 +564,10 @@ class HotModel:
     experts: int
     topk: int
     page_tokens: int
+    heads: Heads | None = None
 
     def launches(self) -> Iterator[Launch]:
-        """Yields the launches of a static MoE layer with a stash: forward, recomputation and backward."""
+        """Yields the launches of a layer with static experts and a stash: forward, recomputation and backward."""
         fc1 = Product("bf16", self.experts, self.hidden, 2 * self.ffn)
         fc2 = Product("bf16", self.experts, self.ffn, self.hidden)
         # Gradients of rows are GEMMs with the transposed weights.
@@ -506,12 +587,24 @@ class HotModel:
         yield from launches(f"{self.name}: weights", functools.partial(rows_moved, "fp32", 1, topk=self.topk))
         page_bytes = self.page_tokens * self.hidden * 2
         yield from launches(f"{self.name}: stash", functools.partial(stash, page_bytes, 4), can_be_wide=True)
+        if self.heads is not None:
+            yield from launches(f"{self.name}: heads", self.heads.launch, can_be_wide=True)
+        else:
+            # Queries, and the key that all heads share.
+            for width, first in ((192, 128), (64, 0)):
+                run = functools.partial(rotated, "bf16", width, 32, first=first, is_interleaved=True)
+                for direction, launch in zip(("", " back"), launches("", run, can_be_wide=True), strict=True):
+                    name = f"{self.name}: heads of {width}{direction}"
+                    yield replace(launch, case=replace(launch.case, name=name))
 
 
+_QWEN3_HEADS = Heads("bf16", 128, 64, groups=4, queries=8, norms="plain")
+_MIXTRAL_HEADS = Heads("bf16", 128, 64, groups=8, queries=4)
 HOT_MODELS: Sequence[HotModel] = (
-    HotModel("Qwen3-30B-A3B", hidden=2048, ffn=768, experts=128, topk=8, page_tokens=16),  # on one GPU
-    HotModel("Qwen3-30B-A3B, EP 8", hidden=2048, ffn=768, experts=16, topk=8, page_tokens=16),
-    HotModel("Mixtral-8x7B, EP 8", hidden=4096, ffn=14336, experts=1, topk=2, page_tokens=8),
+    # On one GPU.
+    HotModel("Qwen3-30B-A3B", hidden=2048, ffn=768, experts=128, topk=8, page_tokens=16, heads=_QWEN3_HEADS),
+    HotModel("Qwen3-30B-A3B, EP 8", hidden=2048, ffn=768, experts=16, topk=8, page_tokens=16, heads=_QWEN3_HEADS),
+    HotModel("Mixtral-8x7B, EP 8", hidden=4096, ffn=14336, experts=1, topk=2, page_tokens=8, heads=_MIXTRAL_HEADS),
     HotModel("DeepSeek-V3, EP 64", hidden=7168, ffn=2048, experts=4, topk=8, page_tokens=16),
 )
 HOT_ADAM = ("bf16 with remainders, gradients in fp32", "scaled fp16 states of bf16", "fp32 masters of bf16")

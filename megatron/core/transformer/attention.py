@@ -25,7 +25,8 @@ from megatron.core.transformer.context_parallel_attention import over_ranks
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule, run_and_keep
-from megatron.core.transformer.rope import RotaryTable, apply_rotary_pos_emb, split_and_rotate
+from megatron.core.transformer.norms import RMSNorm
+from megatron.core.transformer.rope import HeadNorms, RotaryTable, apply_rotary_pos_emb, split_and_rotate
 from megatron.core.transformer.spec_utils import build_module, build_offering
 from megatron.core.transformer.transformer_config import TransformerConfig, require_sizes
 
@@ -292,6 +293,8 @@ class SelfAttention(Attention):
             raise ValueError("qk_layernorm is True: the spec of the layer must define q_layernorm and k_layernorm")
         self.q_layernorm = self._head_norm(submodules.q_layernorm)
         self.k_layernorm = self._head_norm(submodules.k_layernorm)
+        # Whether one function normalizes and rotates. Other norms, or one for only queries or keys, run as modules.
+        self.has_fused_norms = {type(self.q_layernorm), type(self.k_layernorm)} in ({RMSNorm}, {type(None)})
         self._build_output(submodules.linear_proj, config.num_attention_heads * self.head_width)
 
     def get_query_key_value_tensors(
@@ -325,9 +328,8 @@ class SelfAttention(Attention):
     def _projected(self, hidden_states: Tensor, rotary_pos_emb: RotaryTable | None) -> QueryKeyValue:
         mixed, _ = self.parts.qkv_linear(self.linear_qkv, hidden_states)  # [S, B, G * (q + gates + 2) * D]
         mixed = mixed.unflatten(-1, (self.num_groups, -1, self.head_width))
-        has_norms = self.q_layernorm is not None or self.k_layernorm is not None
-        if rotary_pos_emb is not None and not has_norms and not self.gates_per_group:
-            return split_and_rotate(mixed, rotary_pos_emb)
+        if rotary_pos_emb is not None and self.has_fused_norms:
+            return self._split_and_rotate(mixed, rotary_pos_emb)
         # Split instead of sliced: backward of split concatenates the gradients once, whereas backward of slices pads
         # and sums them.
         query, gate, key, value = torch.split(mixed, [self.queries_per_group, self.gates_per_group, 1, 1], dim=3)
@@ -339,6 +341,12 @@ class SelfAttention(Attention):
         if rotary_pos_emb is not None:
             query, key = (apply_rotary_pos_emb(t, rotary_pos_emb) for t in (query, key))
         return (query, key, value.squeeze(3), gate) if self.gates_per_group else (query, key, value.squeeze(3))
+
+    def _split_and_rotate(self, mixed: Tensor, table: RotaryTable) -> QueryKeyValue:
+        norms, query_norm, key_norm = None, self.q_layernorm, self.k_layernorm
+        if query_norm is not None:
+            norms = HeadNorms(query_norm.weight, key_norm.weight, query_norm.eps, query_norm.zero_centered)
+        return split_and_rotate(mixed, table, gates=self.gates_per_group, norms=norms)
 
     def row_factors(self, factors: Tensor) -> list[tuple[nn.Parameter, Tensor]]:
         """Returns the weight and bias of linear_qkv, each with factors for its rows: [rows], fp64.

@@ -174,8 +174,7 @@ class MLASelfAttention(Attention):
         key, value = self._keys_and_values(latent)
         key_pos = apply_rotary_pos_emb(self._for_own_heads(key_pos).unsqueeze(2), rotary_pos_emb)  # [S, B, 1, P]
         key = torch.cat((key, key_pos.expand(-1, -1, self.num_heads, -1)), dim=-1)
-        query_nope, query_rope = self._queries(query).split([config.qk_head_dim, config.qk_pos_emb_head_dim], dim=-1)
-        query = torch.cat((query_nope, apply_rotary_pos_emb(query_rope, rotary_pos_emb)), dim=-1)
+        query = apply_rotary_pos_emb(self._queries(query), rotary_pos_emb, first=config.qk_head_dim)
         # A copy, because a view would also keep the memory of the keys alive, which were already copied.
         return query, key, value.contiguous()
 

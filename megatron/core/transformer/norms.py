@@ -109,27 +109,45 @@ class _RMSNormCPU(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype) -> Tensor:
-        rows = _rows(x)  # [N, H], fp32 or fp64
-        norm = torch.linalg.vector_norm(rows, dim=-1, keepdim=True)
-        inverse_rms = norm.square_().div_(rows.shape[-1]).add_(eps).rsqrt_()  # [N, 1]
-        ctx.save_for_backward(x, weight, inverse_rms)
-        return (rows * inverse_rms).mul_(weight).to(dtype).view(x.shape)
+        normed, inverse = plain_rms_norm(x, weight, eps=eps, dtype=dtype)
+        ctx.save_for_backward(x, weight, inverse)
+        return normed
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        x, weight, inverse_rms = ctx.saved_tensors
-        rows, grads = _rows(x), _rows(grad)
-        scale = weight.to(rows.dtype)
-        product = grads * rows  # [N, H]
-        grad_weight = grad_x = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = (inverse_rms.T @ product).view(-1).to(weight.dtype)
-        if ctx.needs_input_grad[0]:
-            # d x = r * (w g) - x * r^3 * mean(w g x)
-            pull = (product @ scale).unsqueeze(-1).mul_(inverse_rms.pow(3)).div_(-rows.shape[-1])
-            grad_x = (grads * scale).mul_(inverse_rms).addcmul_(rows, pull).to(x.dtype).view(x.shape)
-        return grad_x, grad_weight, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        x, weight, inverse = ctx.saved_tensors
+        return *plain_rms_norm_grads(grad, x, weight, inverse_rms=inverse), None, None
+
+
+def plain_rms_norm(x: Tensor, weight: Tensor, *, eps: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Computes RMSNorm from elementwise operators. x: [*, H]; weight: [H], any float dtypes.
+
+    Returns the norm of x, [*, H], `dtype`, and the inverse root mean square of each row, [N, 1], fp32 or fp64.
+    """
+    inverse = inverse_rms(x, eps)
+    return (_rows(x) * inverse).mul_(weight).to(dtype).view(x.shape), inverse
+
+
+def plain_rms_norm_grads(grad: Tensor, x: Tensor, weight: Tensor, *, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:
+    """Computes the gradients of x and of the weight, in their shapes and dtypes.
+
+    grad, x: [*, H]; weight: [H], any float dtypes; inverse_rms: [N, 1], fp32 or fp64, of plain_rms_norm.
+    """
+    rows, grads = _rows(x), _rows(grad)
+    scale = weight.to(rows.dtype)
+    product = grads * rows  # [N, H]
+    grad_weight = (inverse_rms.T @ product).view(-1).to(weight.dtype)
+    # d x = r * (w g) - x * r^3 * mean(w g x)
+    pull = (product @ scale).unsqueeze(-1).mul_(inverse_rms.pow(3)).div_(-rows.shape[-1])
+    grad_x = (grads * scale).mul_(inverse_rms).addcmul_(rows, pull).to(x.dtype).view(x.shape)
+    return grad_x, grad_weight
+
+
+def inverse_rms(x: Tensor, eps: float) -> Tensor:
+    """Returns 1 / sqrt(mean(x^2) + eps) of each row; x: [*, H], any float dtype -> [N, 1], fp32 (fp64 for fp64)."""
+    norm = torch.linalg.vector_norm(_rows(x), dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
 
 
 def _rows(x: Tensor) -> Tensor:

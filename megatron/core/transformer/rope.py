@@ -1,10 +1,19 @@
 """Rotary position embedding: tables of cosines and sines, and their application to queries and keys.
 
+Queries and keys may be normalized per head before they are rotated. Each operator has a CPU version at the end of this
+file and a Triton kernel in triton_rope.py.
+
+[Note: rounding of rotated heads] The kernels compute norm and rotation in fp32 registers (fp64 in fp64 models) and
+round once, when they store the result. The CPU versions round half precision between norm and rotation, in forward and
+backward, as separate functions would.
+
 [Note: YaRN] YaRN (Peng et al., 2023) extends a model to contexts longer than it was trained for. It reduces low
 frequencies and scales rotated queries and keys. The weights mscale and mscale_all_dim come from DeepSeek-V2.
 """
 
+import importlib.util
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +24,16 @@ from torch.distributed import ProcessGroup
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.transformer.context_parallel import split_sequence
+from megatron.core.transformer.moe.paged_stash.operator_library import operator
+from megatron.core.transformer.norms import inverse_rms, narrower, one_plus, plain_rms_norm, plain_rms_norm_grads
 from megatron.core.transformer.yarn_config import YarnConfig
+
+# Launchers, which have the operators' names.
+_LAUNCHERS: tuple[Callable[..., Any], ...] = ()
+if importlib.util.find_spec("triton") is not None:
+    from megatron.core.transformer import triton_rope
+
+    _LAUNCHERS = (triton_rope.rotate_qkv, triton_rope.rotate_qkv_grads, triton_rope.rotate)
 
 
 class RotaryTable(NamedTuple):
@@ -157,67 +175,277 @@ def _magnitude(config: YarnConfig, weight: float) -> float:
     return 1 + 0.1 * weight * math.log(config.rotary_scaling_factor)
 
 
-def split_and_rotate(mixed_qkv: Tensor, table: RotaryTable) -> tuple[Tensor, Tensor, Tensor]:
-    """Splits the output of the qkv projection into queries, keys and values, and rotates queries and keys.
+# --- Application to queries and keys ---
 
-    mixed_qkv: [S, B, G, q + 2, D], any float dtype; each group consists of q queries, a key and a value.
-    Returns query [S, B, G * q, D], key [S, B, G, D] and value [S, B, G, D], same dtype; value is a view.
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of the heads of queries and keys.
+
+    query, key: [D], weights, same dtype. eps: added to the mean square of a head. zero_centered: whether heads are
+    multiplied by 1 + weight.
     """
-    return _SplitAndRotate.apply(mixed_qkv, table.cos, table.sin, table.interleaved)
+
+    query: Tensor
+    key: Tensor
+    eps: float
+    zero_centered: bool
 
 
-def apply_rotary_pos_emb(t: Tensor, table: RotaryTable) -> Tensor:
-    """Rotates the channel pairs of each head. t: [S, B, N, D], any float dtype. Returns a new tensor."""
-    return _Rotate.apply(t, table.cos, table.sin, table.interleaved)
+def split_and_rotate(
+    mixed_qkv: Tensor, table: RotaryTable, *, gates: int = 0, norms: HeadNorms | None = None
+) -> tuple[Tensor, Tensor, Tensor] | tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Splits the output of the qkv projection into queries, keys and values; normalizes and rotates queries and keys.
+
+    mixed_qkv: [S, B, G, q + gates + 2, D], any float dtype; each group consists of q queries, its gates, a key and a
+    value. norms: None rotates without norms. Returns query [S, B, G * q, D], key [S, B, G, D] and value [S, B, G, D];
+    with gates also gate [S, B, G, gates, D]. Value and gate are views. Query and key have the narrower dtype of
+    mixed_qkv and the weights.
+    """
+    query_weight, key_weight, eps, zero_centered = norms or (None, None, 0.0, False)
+    rotation = _Rotation(gates, eps, zero_centered, table.interleaved)
+    return _SplitAndRotate.apply(mixed_qkv, table.cos, table.sin, query_weight, key_weight, rotation)
+
+
+def apply_rotary_pos_emb(t: Tensor, table: RotaryTable, *, first: int = 0) -> Tensor:
+    """Rotates the channel pairs of each head. t: [S, B, N, D], any float dtype. Returns a new tensor.
+
+    first: index of the first rotated channel, 0 or D - D_rot. The other channels are copied.
+    """
+    return _Rotate.apply(t, table.cos, table.sin, first, table.interleaved)
+
+
+class _Rotation(NamedTuple):
+    """Options of rotate_qkv."""
+
+    gates: int
+    eps: float
+    zero_centered: bool
+    interleaved: bool
 
 
 class _Rotate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, first: int, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return _rotate(t, cos=cos, sin=sin, interleaved=interleaved, out=torch.empty_like(t))
+        ctx.options = {"first": first, "interleaved": interleaved}
+        rotated: Tensor = ops.rotate(t, cos, sin, inverse=False, **ctx.options)
+        return rotated
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
-        turned = _rotate(grad, cos=cos, sin=-sin, interleaved=ctx.interleaved, out=torch.empty_like(grad))
-        return turned, None, None, None
+        return ops.rotate(grad, cos, sin, inverse=True, **ctx.options), None, None, None, None
 
 
 class _SplitAndRotate(torch.autograd.Function):
-    """Splits and rotates in one function, whose backward fills one buffer instead of summing padded gradients."""
+    """Splits, normalizes and rotates in one function, whose backward fills one buffer with all gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, mixed_qkv: Tensor, cos: Tensor, sin: Tensor, interleaved: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        seq, batch, groups, parts, width = mixed_qkv.shape
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        # Queries are contiguous, so that groups and heads can be flattened into one dimension without a copy.
-        query = mixed_qkv.new_empty(seq, batch, groups, parts - 2, width)
-        key = mixed_qkv.new_empty(seq, batch, groups, 1, width)
-        table: dict[str, Any] = {"cos": cos, "sin": sin, "interleaved": interleaved}
-        _rotate(mixed_qkv[..., : parts - 2, :], **table, out=query)
-        _rotate(mixed_qkv[..., parts - 2 : parts - 1, :], **table, out=key)
-        return query.view(seq, batch, -1, width), key.squeeze(3), mixed_qkv[..., parts - 1, :]
+        ctx: Any,
+        mixed_qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        query_weight: Tensor | None,
+        key_weight: Tensor | None,
+        rotation: _Rotation,
+    ) -> tuple[Tensor, ...]:
+        # Without norms, the gradient does not depend on the input. With norms, backward computes the statistics again:
+        # it reads the input anyway.
+        ctx.save_for_backward(None if query_weight is None else mixed_qkv, cos, sin, query_weight, key_weight)
+        ctx.rotation = rotation
+        query, key = ops.rotate_qkv(mixed_qkv, cos, sin, query_weight, key_weight, **rotation._asdict())
+        value = mixed_qkv[..., -1, :]
+        if not rotation.gates:
+            return query, key, value
+        return query, key, value, mixed_qkv[..., -2 - rotation.gates : -2, :]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor) -> tuple[Tensor, None, None, None]:
-        cos, sin = ctx.saved_tensors
-        seq, batch, groups, width = grad_key.shape
-        query = grad_query.unflatten(2, (groups, -1))  # [S, B, G, q, D]
-        parts = query.shape[3] + 2  # q queries, a key, a value
-        grad = query.new_empty(seq, batch, groups, parts, width)
-        # The inverse rotation has the negative angle.
-        table: dict[str, Any] = {"cos": cos, "sin": -sin, "interleaved": ctx.interleaved}
-        _rotate(query, **table, out=grad[..., : parts - 2, :])
-        _rotate(grad_key.unsqueeze(3), **table, out=grad[..., parts - 2 : parts - 1, :])
-        grad[..., parts - 1, :] = grad_value
-        return grad, None, None, None
+    def backward(
+        ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, grad_gate: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        mixed_qkv, cos, sin, query_weight, key_weight = ctx.saved_tensors
+        _, eps, zero_centered, interleaved = ctx.rotation
+        grad, grad_weights = ops.rotate_qkv_grads(
+            grad_query,
+            grad_key,
+            grad_value,
+            grad_gate,
+            mixed_qkv,
+            cos,
+            sin,
+            query_weight,
+            key_weight,
+            eps=eps,
+            zero_centered=zero_centered,
+            interleaved=interleaved,
+        )
+        of_query, of_key = (None, None) if query_weight is None else grad_weights.unbind()
+        return grad, None, None, of_query, of_key, None
+
+
+# --- Operators, as ops.<name> ---
+
+ops = torch.ops.rope
+
+_NAMESPACE = "rope"
+
+
+def _new_query_and_key(
+    mixed_qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    *,
+    gates: int,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    seq, batch, groups, parts, width = mixed_qkv.shape
+    dtype = mixed_qkv.dtype if query_weight is None else narrower(mixed_qkv.dtype, query_weight.dtype)
+    # Queries are contiguous, so that groups and heads can be flattened into one dimension without a copy.
+    query = mixed_qkv.new_empty(seq, batch, groups * (parts - gates - 2), width, dtype=dtype)
+    return query, mixed_qkv.new_empty(seq, batch, groups, width, dtype=dtype)
+
+
+@operator(
+    _NAMESPACE,
+    "(Tensor mixed_qkv, Tensor cos, Tensor sin, Tensor? query_weight, Tensor? key_weight, *, int gates, float eps, "
+    "bool zero_centered, bool interleaved) -> (Tensor query, Tensor key)",
+    cuda=_LAUNCHERS,
+    fake=_new_query_and_key,
+)
+def rotate_qkv(
+    mixed_qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    *,
+    gates: int,
+    eps: float,
+    zero_centered: bool,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """Normalizes (if there are weights) and rotates the queries and keys of the qkv projection's output.
+
+    mixed_qkv: [S, B, G, q + gates + 2, D], any float dtype and strides; cos, sin: as in RotaryTable, contiguous;
+    query_weight, key_weight: [D], any float dtype, or None. Returns query [S, B, G * q, D] and key [S, B, G, D],
+    contiguous, in the narrower dtype of mixed_qkv and the weights.
+    """
+    query, key = _new_query_and_key(mixed_qkv, cos, sin, query_weight, key_weight, gates=gates)
+    sources = mixed_qkv[..., : mixed_qkv.shape[3] - gates - 2, :], mixed_qkv[..., -2, :]
+    results = query.view(sources[0].shape), key
+    for source, weight, out in zip(sources, (query_weight, key_weight), results, strict=True):
+        if weight is not None:
+            source, _ = plain_rms_norm(source, _scale(weight, zero_centered), eps=eps, dtype=out.dtype)
+        _rotate(source, cos=cos, sin=sin, interleaved=interleaved, out=out)
+    return query, key
+
+
+def _new_qkv_grads(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    grad_gate: Tensor | None,
+    mixed_qkv: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    seq, batch, groups, width = grad_key.shape
+    parts = grad_query.shape[2] // groups + (0 if grad_gate is None else grad_gate.shape[3]) + 2
+    # The value is a view of the projection's output and has its dtype.
+    grad = grad_value.new_empty(seq, batch, groups, parts, width)
+    return grad, grad.new_empty(0) if query_weight is None else query_weight.new_empty(2, width)
+
+
+@operator(
+    _NAMESPACE,
+    "(Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor? grad_gate, Tensor? mixed_qkv, Tensor cos, "
+    "Tensor sin, Tensor? query_weight, Tensor? key_weight, *, float eps, bool zero_centered, bool interleaved) -> "
+    "(Tensor grad_mixed_qkv, Tensor grad_weights)",
+    cuda=_LAUNCHERS,
+    fake=_new_qkv_grads,
+)
+def rotate_qkv_grads(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    grad_gate: Tensor | None,
+    mixed_qkv: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    *,
+    eps: float,
+    zero_centered: bool,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """Computes the gradients of the qkv projection's output and of the norms' weights.
+
+    grad_query: [S, B, G * q, D]; grad_key, grad_value: [S, B, G, D]; grad_gate: [S, B, G, gates, D] or None;
+    mixed_qkv: the input of rotate_qkv, or None without norms; all of any strides. Returns grad_mixed_qkv
+    [S, B, G, q + gates + 2, D], contiguous, in grad_value's dtype, and grad_weights: [2, D], of query_weight and
+    key_weight in their dtype, or [0] without norms.
+    """
+    gates = 0 if grad_gate is None else grad_gate.shape[3]
+    grad, grad_weights = _new_qkv_grads(
+        grad_query, grad_key, grad_value, grad_gate, mixed_qkv, cos, sin, query_weight, key_weight
+    )
+    queries, groups = grad.shape[3] - gates - 2, grad.shape[2]
+    # The inverse rotation has the negative angle.
+    table: dict[str, Any] = {"cos": cos, "sin": -sin, "interleaved": interleaved}
+    parts = (
+        (grad_query.unflatten(2, (groups, -1)), query_weight, slice(queries)),
+        (grad_key.unsqueeze(3), key_weight, slice(-2, -1)),
+    )
+    for index, (given, weight, part) in enumerate(parts):
+        out = grad[..., part, :]
+        if weight is None or mixed_qkv is None:
+            _rotate(given, **table, out=out)
+            continue
+        source, scale = mixed_qkv[..., part, :], _scale(weight, zero_centered)
+        turned = _rotate(given, **table, out=torch.empty_like(given))
+        of_source, of_scale = plain_rms_norm_grads(turned, source, scale, inverse_rms=inverse_rms(source, eps))
+        out.copy_(of_source)
+        grad_weights[index] = of_scale
+    grad[..., -1, :] = grad_value
+    if grad_gate is not None:
+        grad[..., queries:-2, :] = grad_gate
+    return grad, grad_weights
+
+
+def _new_rotated(t: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> Tensor:
+    return torch.empty_like(t, memory_format=torch.contiguous_format)
+
+
+@operator(
+    _NAMESPACE,
+    "(Tensor t, Tensor cos, Tensor sin, *, int first, bool interleaved, bool inverse) -> Tensor",
+    cuda=_LAUNCHERS,
+    fake=_new_rotated,
+)
+def rotate(t: Tensor, cos: Tensor, sin: Tensor, *, first: int, interleaved: bool, inverse: bool) -> Tensor:
+    """Rotates each head of t, or rotates it back; t: [S, B, N, D], any float dtype and strides.
+
+    first: index of the first rotated channel, 0 or D - D_rot. Returns a contiguous tensor of t's shape and dtype.
+    """
+    out = _new_rotated(t, cos, sin)
+    rotated = t[..., first:] if first else t
+    _rotate(rotated, cos=cos, sin=-sin if inverse else sin, interleaved=interleaved, out=out[..., first:])
+    if first:
+        out[..., :first] = t[..., :first]
+    return out
+
+
+def _scale(weight: Tensor, zero_centered: bool) -> Tensor:
+    return one_plus(weight) if zero_centered else weight
 
 
 def _rotate(t: Tensor, *, cos: Tensor, sin: Tensor, interleaved: bool, out: Tensor) -> Tensor:

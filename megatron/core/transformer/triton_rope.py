@@ -1,0 +1,648 @@
+"""Triton kernels for the operators in rope.py, and their launchers, which have the operators' names.
+
+Each program processes tiles of rows, where a row is a head of a token. Tables, norms and their gradients are computed
+in the dtype of the tables, fp32 or fp64. See [Note: rounding of rotated heads] in rope.py.
+
+[Note: sums over rows]
+Gradients of the norms' weights are sums over all heads and tokens. Each program adds the tiles of its rows in order and
+stores one partial sum. A second launch adds the partial sums in order. The number of programs depends only on shapes,
+never on the GPU, so the sums have the same digits in each run and on each GPU of an architecture.
+"""
+# mypy: allow-untyped-defs
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
+
+# Channels that a program processes per iteration, 16 per thread.
+_TILE = 2048
+_WARPS = {"num_warps": 4}
+# About as many programs of rotate_grads_kernel as an H200 can run at a time (4 on each of 132 processors).
+_GRAD_PROGRAMS = 512
+# Partial sums, and their columns, that a program of sum_partials_kernel adds per iteration.
+_SUM = {"PARTS": 256, "COLUMNS": 16}
+_COUNTS = ["num_tokens", "batch", "groups", "queries"]
+
+
+@triton.jit
+def _load_pairs(rows, is_row, first, half, IS_INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
+    """Loads the two channels of each pair of each row: two tiles [ROWS, HALF]."""
+    if IS_INTERLEAVED:
+        # Contiguous memory, so that loads are wide.
+        column = tl.arange(0, 2 * HALF)
+        inside = is_row[:, None] & (column < 2 * half)[None, :]
+        both = tl.load(rows[:, None] + first + column[None, :], mask=inside, other=0)
+        a, b = tl.split(tl.reshape(both, (ROWS, HALF, 2)))
+    else:
+        column = tl.arange(0, HALF)
+        inside = is_row[:, None] & (column < half)[None, :]
+        place = rows[:, None] + first + column[None, :]
+        a = tl.load(place, mask=inside, other=0)
+        b = tl.load(place + half, mask=inside, other=0)
+    return a, b
+
+
+@triton.jit
+def _store_pairs(
+    rows, is_row, first, half, a, b, IS_INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr
+):
+    kind = rows.dtype.element_ty
+    if IS_INTERLEAVED:
+        column = tl.arange(0, 2 * HALF)
+        inside = is_row[:, None] & (column < 2 * half)[None, :]
+        both = tl.reshape(tl.join(a.to(kind), b.to(kind)), (ROWS, 2 * HALF))
+        tl.store(rows[:, None] + first + column[None, :], both, mask=inside)
+    else:
+        column = tl.arange(0, HALF)
+        inside = is_row[:, None] & (column < half)[None, :]
+        place = rows[:, None] + first + column[None, :]
+        tl.store(place, a.to(kind), mask=inside)
+        tl.store(place + half, b.to(kind), mask=inside)
+
+
+@triton.jit
+def _load_scale(weight, column, size, dtype: tl.constexpr, IS_ZERO_CENTERED: tl.constexpr):
+    scale = tl.load(weight + column, mask=size, other=0).to(dtype)
+    if IS_ZERO_CENTERED:
+        scale += 1
+    return scale[None, :]
+
+
+@triton.jit
+def _load_angles(cos, sin, position, is_row, half, HALF: tl.constexpr, IS_INVERSE: tl.constexpr):
+    column = tl.arange(0, HALF)
+    place = position[:, None] * half + column[None, :]
+    inside = is_row[:, None] & (column < half)[None, :]
+    c, s = tl.load(cos + place, mask=inside, other=0), tl.load(sin + place, mask=inside, other=0)
+    if IS_INVERSE:
+        s = -s
+    return c, s
+
+
+@triton.jit
+def _rotate_rows(
+    source,
+    weight,
+    out,
+    cos,
+    sin,
+    first_row,
+    num_rows,
+    heads,
+    heads_of_group,
+    batch,
+    width,
+    half,
+    first,
+    rest,
+    seq_stride,
+    batch_stride,
+    group_stride,
+    head_stride,
+    eps,
+    IS_ZERO_CENTERED: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    IS_INVERSE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Normalizes (unless weight is None) and rotates the rows of a tile. source: the first head of the first group."""
+    dtype: tl.constexpr = cos.dtype.element_ty
+    row = first_row + tl.arange(0, ROWS)
+    is_row = row < num_rows
+    token, head = row // heads, row % heads
+    position = (token // batch).to(tl.int64)
+    place = position * seq_stride + (token % batch).to(tl.int64) * batch_stride
+    place += (head // heads_of_group).to(tl.int64) * group_stride + (head % heads_of_group) * head_stride
+    rows, results = source + place, out + row.to(tl.int64) * width
+    a, b = _load_pairs(rows, is_row, first, half, IS_INTERLEAVED, ROWS, HALF)
+    a, b = a.to(dtype), b.to(dtype)
+    if REST > 0:
+        column = tl.arange(0, REST)
+        inside = is_row[:, None] & (column < width - 2 * half)[None, :]
+        others = tl.load(rows[:, None] + rest + column[None, :], mask=inside, other=0).to(dtype)
+    if weight is not None:
+        square = tl.sum(a * a + b * b, axis=1)
+        if REST > 0:
+            square += tl.sum(others * others, axis=1)
+        inverse_rms = tl.rsqrt(square / width + eps)[:, None]
+        pair = tl.arange(0, HALF)
+        step: tl.constexpr = 2 if IS_INTERLEAVED else 1
+        second = 1 if IS_INTERLEAVED else half
+        at = weight + first + pair * step
+        a *= inverse_rms * _load_scale(at, 0, pair < half, dtype, IS_ZERO_CENTERED)
+        b *= inverse_rms * _load_scale(at, second, pair < half, dtype, IS_ZERO_CENTERED)
+        if REST > 0:
+            at = weight + rest + column
+            others *= inverse_rms * _load_scale(at, 0, column < width - 2 * half, dtype, IS_ZERO_CENTERED)
+    c, s = _load_angles(cos, sin, position, is_row, half, HALF, IS_INVERSE)
+    _store_pairs(results, is_row, first, half, a * c - b * s, b * c + a * s, IS_INTERLEAVED, ROWS, HALF)
+    if REST > 0:
+        tl.store(results[:, None] + rest + column[None, :], others.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=[*_COUNTS, "gates", "query_tiles"])
+def rotate_kernel(
+    x,
+    query_weight,
+    key_weight,
+    cos,
+    sin,
+    query,
+    key,
+    num_tokens,
+    batch,
+    groups,
+    queries,
+    gates,
+    query_tiles,
+    width,
+    half,
+    first,
+    rest,
+    seq_stride,
+    batch_stride,
+    group_stride,
+    head_stride,
+    eps,
+    IS_ZERO_CENTERED: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    IS_INVERSE: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Normalizes (unless the weights are None) and rotates a tile of queries or, from program query_tiles, of keys.
+
+    x: groups of queries, gates, a key and a value, of any strides but with adjacent channels; without keys if key is
+    None. cos, sin: [S, half]. query, key: contiguous results. first: the first rotated channel; rest: the first other
+    one. batch: number of consecutive tokens with the same position.
+    """
+    tile = tl.program_id(0)
+    if tile < query_tiles:
+        _rotate_rows(
+            x, query_weight, query, cos, sin, tile * ROWS, num_tokens * groups * queries, groups * queries,
+            queries, batch, width, half, first, rest, seq_stride, batch_stride, group_stride, head_stride, eps,
+            IS_ZERO_CENTERED, IS_INTERLEAVED, IS_INVERSE, ROWS, HALF, REST,
+        )  # fmt: skip
+    elif key is not None:
+        _rotate_rows(
+            x + (queries + gates) * head_stride, key_weight, key, cos, sin, (tile - query_tiles) * ROWS,
+            num_tokens * groups, groups, 1, batch, width, half, first, rest, seq_stride, batch_stride, group_stride, head_stride, eps,
+            IS_ZERO_CENTERED, IS_INTERLEAVED, IS_INVERSE, ROWS, HALF, REST,
+        )  # fmt: skip
+
+
+@triton.jit
+def _grads_of_rows(
+    grad,
+    x,
+    weight,
+    partial,
+    out,
+    cos,
+    sin,
+    program,
+    programs,
+    num_tokens,
+    batch,
+    groups,
+    heads_of_group,
+    parts,
+    width,
+    half,
+    grad_seq_stride,
+    grad_batch_stride,
+    grad_head_stride,
+    seq_stride,
+    batch_stride,
+    group_stride,
+    head_stride,
+    eps,
+    IS_ZERO_CENTERED: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """Computes the gradients of every `programs`-th tile of rows, and adds up this program's gradient of the weight.
+
+    x, out: the first head of the first group. out: contiguous, groups of `parts` heads. partial: [width], or None.
+    """
+    dtype: tl.constexpr = cos.dtype.element_ty
+    heads = groups * heads_of_group
+    num_rows = num_tokens * heads
+    pair, column = tl.arange(0, HALF), tl.arange(0, REST if REST > 0 else 1)
+    if weight is not None:
+        step: tl.constexpr = 2 if IS_INTERLEAVED else 1
+        second = 1 if IS_INTERLEAVED else half
+        scale_a = _load_scale(weight + pair * step, 0, pair < half, dtype, IS_ZERO_CENTERED)
+        scale_b = _load_scale(weight + pair * step, second, pair < half, dtype, IS_ZERO_CENTERED)
+        sum_a, sum_b = tl.zeros((ROWS, HALF), dtype), tl.zeros((ROWS, HALF), dtype)
+        if REST > 0:
+            is_other = column < width - 2 * half
+            scale_others = _load_scale(weight + 2 * half + column, 0, is_other, dtype, IS_ZERO_CENTERED)
+            sum_others = tl.zeros((ROWS, REST), dtype)
+    for tile in range(program, tl.cdiv(num_rows, ROWS), programs):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        is_row = row < num_rows
+        token, head = row // heads, row % heads
+        group, member = (head // heads_of_group).to(tl.int64), head % heads_of_group
+        position, sample = (token // batch).to(tl.int64), (token % batch).to(tl.int64)
+        given = grad + position * grad_seq_stride + sample * grad_batch_stride + head.to(tl.int64) * grad_head_stride
+        results = out + ((token.to(tl.int64) * groups + group) * parts + member) * width
+        a, b = _load_pairs(given, is_row, 0, half, IS_INTERLEAVED, ROWS, HALF)
+        c, s = _load_angles(cos, sin, position, is_row, half, HALF, True)
+        grad_a, grad_b = a.to(dtype) * c - b.to(dtype) * s, b.to(dtype) * c + a.to(dtype) * s
+        if REST > 0:
+            inside = is_row[:, None] & (column < width - 2 * half)[None, :]
+            grad_others = tl.load(given[:, None] + 2 * half + column[None, :], mask=inside, other=0).to(dtype)
+        if weight is not None:
+            rows = x + position * seq_stride + sample * batch_stride + group * group_stride + member * head_stride
+            a, b = _load_pairs(rows, is_row, 0, half, IS_INTERLEAVED, ROWS, HALF)
+            x_a, x_b = a.to(dtype), b.to(dtype)
+            square = tl.sum(x_a * x_a + x_b * x_b, axis=1)
+            pull = tl.sum(grad_a * scale_a * x_a + grad_b * scale_b * x_b, axis=1)
+            if REST > 0:
+                others = tl.load(rows[:, None] + 2 * half + column[None, :], mask=inside, other=0).to(dtype)
+                square += tl.sum(others * others, axis=1)
+                pull += tl.sum(grad_others * scale_others * others, axis=1)
+            inverse_rms = tl.rsqrt(square / width + eps)
+            # d x = r * (w g) - x * r^3 * mean(w g x)
+            pull = (pull * inverse_rms * inverse_rms * inverse_rms / width)[:, None]
+            inverse_rms = inverse_rms[:, None]
+            sum_a += grad_a * x_a * inverse_rms
+            sum_b += grad_b * x_b * inverse_rms
+            grad_a = grad_a * scale_a * inverse_rms - x_a * pull
+            grad_b = grad_b * scale_b * inverse_rms - x_b * pull
+            if REST > 0:
+                sum_others += grad_others * others * inverse_rms
+                grad_others = grad_others * scale_others * inverse_rms - others * pull
+        _store_pairs(results, is_row, 0, half, grad_a, grad_b, IS_INTERLEAVED, ROWS, HALF)
+        if REST > 0:
+            place = results[:, None] + 2 * half + column[None, :]
+            tl.store(place, grad_others.to(out.dtype.element_ty), mask=inside)
+    if weight is not None:
+        tl.store(partial + pair * step, tl.sum(sum_a, axis=0), mask=pair < half)
+        tl.store(partial + pair * step + second, tl.sum(sum_b, axis=0), mask=pair < half)
+        if REST > 0:
+            tl.store(partial + 2 * half + column, tl.sum(sum_others, axis=0), mask=is_other)
+
+
+@triton.jit
+def _copy_rows(
+    grad,
+    out,
+    program,
+    programs,
+    num_tokens,
+    batch,
+    groups,
+    heads_of_group,
+    parts,
+    width,
+    seq_stride,
+    batch_stride,
+    head_stride,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Copies every `programs`-th tile of rows. out: the first head of the first group, contiguous."""
+    heads = groups * heads_of_group
+    num_rows = num_tokens * heads
+    column = tl.arange(0, WIDTH)
+    for tile in range(program, tl.cdiv(num_rows, ROWS), programs):
+        row = tile * ROWS + tl.arange(0, ROWS)
+        token, head = row // heads, row % heads
+        group, member = (head // heads_of_group).to(tl.int64), head % heads_of_group
+        given = grad + (token // batch).to(tl.int64) * seq_stride + (token % batch).to(tl.int64) * batch_stride
+        given += head.to(tl.int64) * head_stride
+        results = out + ((token.to(tl.int64) * groups + group) * parts + member) * width
+        inside = (row < num_rows)[:, None] & (column < width)[None, :]
+        values = tl.load(given[:, None] + column[None, :], mask=inside, other=0)
+        tl.store(results[:, None] + column[None, :], values.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=[*_COUNTS, "gates", "query_programs", "key_programs", "value_programs"])
+def rotate_grads_kernel(
+    grad_query,
+    grad_key,
+    grad_value,
+    grad_gate,
+    x,
+    query_weight,
+    key_weight,
+    cos,
+    sin,
+    out,
+    partials,
+    num_tokens,
+    batch,
+    groups,
+    queries,
+    gates,
+    query_programs,
+    key_programs,
+    value_programs,
+    width,
+    half,
+    query_seq_stride,
+    query_batch_stride,
+    query_head_stride,
+    key_seq_stride,
+    key_batch_stride,
+    key_head_stride,
+    value_seq_stride,
+    value_batch_stride,
+    value_head_stride,
+    gate_seq_stride,
+    gate_batch_stride,
+    gate_head_stride,
+    seq_stride,
+    batch_stride,
+    group_stride,
+    head_stride,
+    eps,
+    IS_ZERO_CENTERED: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr,
+    ROWS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """Computes the gradient of the qkv projection's output, and a partial sum of a weight's gradient per program.
+
+    The first query_programs programs process queries, the next key_programs keys, the next value_programs values, and
+    the others gates, which may be None. The last four strides are those of x, which is None without weights. Channels
+    are adjacent everywhere. out: [num_tokens, G, queries + gates + 2, width]; partials: [query_programs + key_programs,
+    width]. See [Note: sums over rows].
+    """
+    program = tl.program_id(0)
+    parts = queries + gates + 2
+    of_keys = query_programs + key_programs
+    of_values = of_keys + value_programs
+    key_part = queries + gates
+    key_x, partial = x, partials
+    if query_weight is not None:
+        key_x = x + key_part * head_stride
+        partial = partials + program * width
+    if program < query_programs:
+        _grads_of_rows(
+            grad_query, x, query_weight, partial, out, cos, sin, program, query_programs,
+            num_tokens, batch, groups, queries, parts, width, half,
+            query_seq_stride, query_batch_stride, query_head_stride,
+            seq_stride, batch_stride, group_stride, head_stride, eps,
+            IS_ZERO_CENTERED, IS_INTERLEAVED, ROWS, HALF, REST,
+        )  # fmt: skip
+    elif program < of_keys:
+        _grads_of_rows(
+            grad_key, key_x, key_weight, partial, out + key_part * width, cos, sin,
+            program - query_programs, key_programs, num_tokens, batch, groups, 1, parts, width, half,
+            key_seq_stride, key_batch_stride, key_head_stride,
+            seq_stride, batch_stride, group_stride, head_stride, eps,
+            IS_ZERO_CENTERED, IS_INTERLEAVED, ROWS, HALF, REST,
+        )  # fmt: skip
+    elif program < of_values:
+        _copy_rows(
+            grad_value, out + (key_part + 1) * width, program - of_keys, value_programs,
+            num_tokens, batch, groups, 1, parts, width,
+            value_seq_stride, value_batch_stride, value_head_stride, ROWS, WIDTH,
+        )  # fmt: skip
+    elif grad_gate is not None:
+        _copy_rows(
+            grad_gate, out + queries * width, program - of_values, tl.num_programs(0) - of_values,
+            num_tokens, batch, groups, gates, parts, width,
+            gate_seq_stride, gate_batch_stride, gate_head_stride, ROWS, WIDTH,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["query_programs", "key_programs"])
+def sum_partials_kernel(partials, sums, query_programs, key_programs, width, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Adds the partial sums of queries into sums[0] and those of keys into sums[1]. See [Note: sums over rows]."""
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < width
+    is_key = tl.program_id(1)
+    start = is_key * query_programs
+    end = query_programs + is_key * key_programs
+    total = tl.zeros((PARTS, COLUMNS), dtype=partials.dtype.element_ty)
+    for first in range(start, end, PARTS):
+        part = first + tl.arange(0, PARTS)
+        place = part[:, None] * width + column[None, :]
+        total += tl.load(partials + place, mask=(part < end)[:, None] & inside[None, :], other=0)
+    tl.store(sums + is_key * width + column, tl.sum(total, axis=0).to(sums.dtype.element_ty), mask=inside)
+
+
+def rotate_qkv(
+    mixed_qkv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    *,
+    gates: int,
+    eps: float,
+    zero_centered: bool,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """Normalizes (if there are weights) and rotates the queries and keys of the qkv projection's output.
+
+    mixed_qkv: [S, B, G, q + gates + 2, D], any float dtype and strides; cos, sin: [S, D_rot / 2], fp32 or fp64,
+    contiguous; query_weight, key_weight: [D], any float dtype, or None. Returns query [S, B, G * q, D] and key
+    [S, B, G, D], contiguous, in the narrower dtype of mixed_qkv and the weights.
+    """
+    mixed_qkv = _with_adjacent_channels(mixed_qkv)
+    seq, batch, groups, parts, width = mixed_qkv.shape
+    queries = parts - gates - 2
+    dtype = mixed_qkv.dtype
+    if query_weight is not None and query_weight.itemsize < dtype.itemsize:
+        dtype = query_weight.dtype
+    query = mixed_qkv.new_empty(seq, batch, groups * queries, width, dtype=dtype)
+    key = mixed_qkv.new_empty(seq, batch, groups, width, dtype=dtype)
+    if mixed_qkv.numel():
+        tile = _tile(width, cos.shape[1])
+        query_tiles = _tiles(seq * batch * groups * queries, tile["ROWS"])
+        with torch.accelerator.device_index(mixed_qkv.device.index):
+            rotate_kernel[(query_tiles + _tiles(seq * batch * groups, tile["ROWS"]),)](
+                mixed_qkv,
+                query_weight,
+                key_weight,
+                cos,
+                sin,
+                query,
+                key,
+                seq * batch,
+                batch,
+                groups,
+                queries,
+                gates,
+                query_tiles,
+                width,
+                cos.shape[1],
+                0,
+                2 * cos.shape[1],
+                *mixed_qkv.stride()[:4],
+                eps,
+                IS_ZERO_CENTERED=zero_centered,
+                IS_INTERLEAVED=interleaved,
+                IS_INVERSE=False,
+                **tile,
+                **_WARPS,
+            )
+    return query, key
+
+
+def rotate(t: Tensor, cos: Tensor, sin: Tensor, *, first: int, interleaved: bool, inverse: bool) -> Tensor:
+    """Rotates each head of t, or rotates it back; t: [S, B, N, D], any float dtype and strides.
+
+    cos, sin: [S, D_rot / 2], fp32 or fp64, contiguous. first: index of the first rotated channel, 0 or D - D_rot.
+    Returns a contiguous tensor of t's shape and dtype.
+    """
+    t = _with_adjacent_channels(t)
+    seq, batch, heads, width = t.shape
+    out = torch.empty_like(t, memory_format=torch.contiguous_format)
+    if out.numel():
+        half, tile = cos.shape[1], _tile(width, cos.shape[1])
+        tiles = _tiles(seq * batch * heads, tile["ROWS"])
+        seq_stride, batch_stride, head_stride, _ = t.stride()
+        with torch.accelerator.device_index(t.device.index):
+            rotate_kernel[(tiles,)](
+                t,
+                None,
+                None,
+                cos,
+                sin,
+                out,
+                None,
+                seq * batch,
+                batch,
+                1,
+                heads,
+                0,
+                tiles,
+                width,
+                half,
+                first,
+                0 if first else 2 * half,
+                seq_stride,
+                batch_stride,
+                0,
+                head_stride,
+                0.0,
+                IS_ZERO_CENTERED=False,
+                IS_INTERLEAVED=interleaved,
+                IS_INVERSE=inverse,
+                **tile,
+                **_WARPS,
+            )
+    return out
+
+
+def rotate_qkv_grads(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    grad_value: Tensor,
+    grad_gate: Tensor | None,
+    mixed_qkv: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    query_weight: Tensor | None,
+    key_weight: Tensor | None,
+    *,
+    eps: float,
+    zero_centered: bool,
+    interleaved: bool,
+) -> tuple[Tensor, Tensor]:
+    """Computes the gradients of the qkv projection's output and of the norms' weights.
+
+    grad_query: [S, B, G * q, D]; grad_key, grad_value: [S, B, G, D]; grad_gate: [S, B, G, gates, D] or None;
+    mixed_qkv: the input of rotate_qkv, or None without norms; all of any float dtype and strides. cos, sin: as in
+    rotate_qkv. Returns grad_mixed_qkv [S, B, G, q + gates + 2, D], contiguous, in grad_value's dtype, and grad_weights:
+    [2, D], of query_weight and key_weight in their dtype, or [0] without norms.
+    """
+    seq, batch, groups, width = grad_key.shape
+    queries, gates = grad_query.shape[2] // groups, 0 if grad_gate is None else grad_gate.shape[3]
+    given = [_with_adjacent_channels(grad) for grad in (grad_query, grad_key, grad_value)]
+    gate = None if grad_gate is None else _with_adjacent_channels(grad_gate).flatten(2, 3)
+    x = None if mixed_qkv is None else _with_adjacent_channels(mixed_qkv)
+    out = grad_value.new_empty(seq, batch, groups, queries + gates + 2, width)
+    tile = _tile(width, cos.shape[1])
+    programs = _programs([seq * batch * groups * heads for heads in (queries, 1, 1, gates)], tile["ROWS"])
+    grad_weights, partials = out.new_empty(0), None
+    if query_weight is not None:
+        grad_weights = query_weight.new_empty(2, width)
+        partials = cos.new_empty(programs[0] + programs[1], width)
+    with torch.accelerator.device_index(out.device.index):
+        if out.numel():
+            rotate_grads_kernel[(sum(programs),)](
+                *given,
+                gate,
+                x,
+                query_weight,
+                key_weight,
+                cos,
+                sin,
+                out,
+                partials,
+                seq * batch,
+                batch,
+                groups,
+                queries,
+                gates,
+                *programs[:3],
+                width,
+                cos.shape[1],
+                *(stride for grad in given for stride in grad.stride()[:3]),
+                *((0, 0, 0) if gate is None else gate.stride()[:3]),
+                *((0, 0, 0, 0) if x is None else x.stride()[:4]),
+                eps,
+                IS_ZERO_CENTERED=zero_centered,
+                IS_INTERLEAVED=interleaved,
+                WIDTH=_power_of_two(width),
+                **tile,
+                **_WARPS,
+            )
+        if partials is not None:
+            sum_partials_kernel[(_tiles(width, _SUM["COLUMNS"]), 2)](
+                partials, grad_weights, programs[0], programs[1], width, **_SUM, **_WARPS
+            )
+    return out, grad_weights
+
+
+def residencies(num_warps: int) -> Mapping[str, Residency]:
+    """Maps each kernel's name to the residency that its launcher assumes."""
+    assert num_warps == _WARPS["num_warps"]
+    return {"rotate_kernel": Residency(), "rotate_grads_kernel": Residency(), "sum_partials_kernel": Residency()}
+
+
+def _with_adjacent_channels(t: Tensor) -> Tensor:
+    return t if t.stride(-1) == 1 else t.contiguous()
+
+
+def _tile(width: int, half: int) -> dict[str, int]:
+    """Returns the tile of a program: rows, and the powers of two that hold channel pairs and the other channels."""
+    pairs, others = _power_of_two(half), _power_of_two(width - 2 * half)
+    rows = max(1, _TILE // (2 * pairs + others))
+    return {"ROWS": 1 << (rows.bit_length() - 1), "HALF": pairs, "REST": others}
+
+
+def _programs(rows: Sequence[int], rows_of_tile: int) -> list[int]:
+    """Distributes the programs of rotate_grads_kernel over kinds of heads in proportion to their rows; 0 for none."""
+    tiles = [_tiles(number, rows_of_tile) for number in rows]
+    share = min(1.0, _GRAD_PROGRAMS / max(1, sum(tiles)))
+    return [min(number, max(1, int(number * share))) for number in tiles]
+
+
+def _tiles(size: int, size_of_tile: int) -> int:
+    # Not triton.cdiv, which takes microseconds.
+    return -(-size // size_of_tile)
+
+
+def _power_of_two(size: int) -> int:
+    """Returns the smallest power of two that is at least `size`, or 0 for 0."""
+    return 1 << (size - 1).bit_length() if size else 0
