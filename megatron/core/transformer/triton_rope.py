@@ -11,6 +11,7 @@ never on the GPU, so the sums have the same digits in each run and on each GPU o
 # mypy: allow-untyped-defs
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import triton
@@ -22,7 +23,8 @@ from megatron.core.device.triton_compile import CompileCase, Residency, compile_
 # Channels that a program processes per iteration, 16 per thread.
 _TILE = 2048
 _WARPS = {"num_warps": 4}
-# About as many programs of rotate_grads_kernel as an H200 can run at a time (4 on each of 132 processors).
+# Maximum number of programs of rotate_grads_kernel with norms, each of which stores a partial sum. An H200 runs about
+# as many at a time, 4 on each of 132 processors.
 _GRAD_PROGRAMS = 512
 # Partial sums, and their columns, that a program of sum_partials_kernel adds per iteration.
 _SUM = {"PARTS": 256, "COLUMNS": 16}
@@ -48,9 +50,7 @@ def _load_pairs(rows, is_row, first, half, IS_INTERLEAVED: tl.constexpr, ROWS: t
 
 
 @triton.jit
-def _store_pairs(
-    rows, is_row, first, half, a, b, IS_INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr
-):
+def _store_pairs(rows, is_row, first, half, a, b, IS_INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr):
     kind = rows.dtype.element_ty
     if IS_INTERLEAVED:
         column = tl.arange(0, 2 * HALF)
@@ -86,32 +86,11 @@ def _load_angles(cos, sin, position, is_row, half, HALF: tl.constexpr, IS_INVERS
 
 @triton.jit
 def _rotate_rows(
-    source,
-    weight,
-    out,
-    cos,
-    sin,
-    first_row,
-    num_rows,
-    heads,
-    heads_of_group,
-    batch,
-    width,
-    half,
-    first,
-    rest,
-    seq_stride,
-    batch_stride,
-    group_stride,
-    head_stride,
-    eps,
-    IS_ZERO_CENTERED: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    IS_INVERSE: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    source, weight, out, cos, sin, first_row, num_rows, heads, heads_of_group, batch, width, half, first, rest,
+    seq_stride, batch_stride, group_stride, head_stride, eps,
+    IS_ZERO_CENTERED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_INVERSE: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     """Normalizes (unless weight is None) and rotates the rows of a tile. source: the first head of the first group."""
     dtype: tl.constexpr = cos.dtype.element_ty
     row = first_row + tl.arange(0, ROWS)
@@ -149,35 +128,11 @@ def _rotate_rows(
 
 @triton.jit(do_not_specialize=[*_COUNTS, "gates", "query_tiles"])
 def rotate_kernel(
-    x,
-    query_weight,
-    key_weight,
-    cos,
-    sin,
-    query,
-    key,
-    num_tokens,
-    batch,
-    groups,
-    queries,
-    gates,
-    query_tiles,
-    width,
-    half,
-    first,
-    rest,
-    seq_stride,
-    batch_stride,
-    group_stride,
-    head_stride,
-    eps,
-    IS_ZERO_CENTERED: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    IS_INVERSE: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-):
+    x, query_weight, key_weight, cos, sin, query, key, num_tokens, batch, groups, queries, gates, query_tiles,
+    width, half, first, rest, seq_stride, batch_stride, group_stride, head_stride, eps,
+    IS_ZERO_CENTERED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_INVERSE: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr,
+):  # fmt: skip
     """Normalizes (unless the weights are None) and rotates a tile of queries or, from program query_tiles, of keys.
 
     x: groups of queries, gates, a key and a value, of any strides but with adjacent channels; without keys if key is
@@ -194,43 +149,20 @@ def rotate_kernel(
     elif key is not None:
         _rotate_rows(
             x + (queries + gates) * head_stride, key_weight, key, cos, sin, (tile - query_tiles) * ROWS,
-            num_tokens * groups, groups, 1, batch, width, half, first, rest, seq_stride, batch_stride, group_stride, head_stride, eps,
+            num_tokens * groups, groups, 1, batch, width, half, first, rest,
+            seq_stride, batch_stride, group_stride, head_stride, eps,
             IS_ZERO_CENTERED, IS_INTERLEAVED, IS_INVERSE, ROWS, HALF, REST,
         )  # fmt: skip
 
 
 @triton.jit
 def _grads_of_rows(
-    grad,
-    x,
-    weight,
-    partial,
-    out,
-    cos,
-    sin,
-    program,
-    programs,
-    num_tokens,
-    batch,
-    groups,
-    heads_of_group,
-    parts,
-    width,
-    half,
-    grad_seq_stride,
-    grad_batch_stride,
-    grad_head_stride,
-    seq_stride,
-    batch_stride,
-    group_stride,
-    head_stride,
-    eps,
-    IS_ZERO_CENTERED: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
+    grad, x, weight, partial, out, cos, sin, program, programs, num_tokens, batch, groups, heads_of_group,
+    parts, width, half, grad_seq_stride, grad_batch_stride, grad_head_stride, seq_stride, batch_stride,
+    group_stride, head_stride, eps,
+    IS_ZERO_CENTERED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr,
-):
+):  # fmt: skip
     """Computes the gradients of every `programs`-th tile of rows, and adds up this program's gradient of the weight.
 
     x, out: the first head of the first group. out: contiguous, groups of `parts` heads. partial: [width], or None.
@@ -297,22 +229,10 @@ def _grads_of_rows(
 
 @triton.jit
 def _copy_rows(
-    grad,
-    out,
-    program,
-    programs,
-    num_tokens,
-    batch,
-    groups,
-    heads_of_group,
-    parts,
-    width,
-    seq_stride,
-    batch_stride,
-    head_stride,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    grad, out, program, programs, num_tokens, batch, groups, heads_of_group, parts, width, seq_stride,
+    batch_stride, head_stride,
+    ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Copies every `programs`-th tile of rows. out: the first head of the first group, contiguous."""
     heads = groups * heads_of_group
     num_rows = num_tokens * heads
@@ -331,51 +251,14 @@ def _copy_rows(
 
 @triton.jit(do_not_specialize=[*_COUNTS, "gates", "query_programs", "key_programs", "value_programs"])
 def rotate_grads_kernel(
-    grad_query,
-    grad_key,
-    grad_value,
-    grad_gate,
-    x,
-    query_weight,
-    key_weight,
-    cos,
-    sin,
-    out,
-    partials,
-    num_tokens,
-    batch,
-    groups,
-    queries,
-    gates,
-    query_programs,
-    key_programs,
-    value_programs,
-    width,
-    half,
-    query_seq_stride,
-    query_batch_stride,
-    query_head_stride,
-    key_seq_stride,
-    key_batch_stride,
-    key_head_stride,
-    value_seq_stride,
-    value_batch_stride,
-    value_head_stride,
-    gate_seq_stride,
-    gate_batch_stride,
-    gate_head_stride,
-    seq_stride,
-    batch_stride,
-    group_stride,
-    head_stride,
-    eps,
-    IS_ZERO_CENTERED: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-    REST: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    grad_query, grad_key, grad_value, grad_gate, x, query_weight, key_weight, cos, sin, out, partials,
+    num_tokens, batch, groups, queries, gates, query_programs, key_programs, value_programs, width, half,
+    query_seq_stride, query_batch_stride, query_head_stride, key_seq_stride, key_batch_stride, key_head_stride,
+    value_seq_stride, value_batch_stride, value_head_stride, gate_seq_stride, gate_batch_stride,
+    gate_head_stride, seq_stride, batch_stride, group_stride, head_stride, eps,
+    IS_ZERO_CENTERED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
+    REST: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     """Computes the gradient of the qkv projection's output, and a partial sum of a weight's gradient per program.
 
     The first query_programs programs process queries, the next key_programs keys, the next value_programs values, and
@@ -423,7 +306,9 @@ def rotate_grads_kernel(
 
 
 @triton.jit(do_not_specialize=["query_programs", "key_programs"])
-def sum_partials_kernel(partials, sums, query_programs, key_programs, width, PARTS: tl.constexpr, COLUMNS: tl.constexpr):
+def sum_partials_kernel(
+    partials, sums, query_programs, key_programs, width, PARTS: tl.constexpr, COLUMNS: tl.constexpr
+):
     """Adds the partial sums of queries into sums[0] and those of keys into sums[1]. See [Note: sums over rows]."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < width
@@ -572,9 +457,10 @@ def rotate_qkv_grads(
     x = None if mixed_qkv is None else _with_adjacent_channels(mixed_qkv)
     out = grad_value.new_empty(seq, batch, groups, queries + gates + 2, width)
     tile = _tile(width, cos.shape[1])
-    programs = _programs([seq * batch * groups * heads for heads in (queries, 1, 1, gates)], tile["ROWS"])
+    programs = [_tiles(seq * batch * groups * heads, tile["ROWS"]) for heads in (queries, 1, 1, gates)]
     grad_weights, partials = out.new_empty(0), None
     if query_weight is not None:
+        programs = _programs(programs)
         grad_weights = query_weight.new_empty(2, width)
         partials = cos.new_empty(programs[0] + programs[1], width)
     with torch.accelerator.device_index(out.device.index):
@@ -617,7 +503,71 @@ def rotate_qkv_grads(
 def residencies(num_warps: int) -> Mapping[str, Residency]:
     """Maps each kernel's name to the residency that its launcher assumes."""
     assert num_warps == _WARPS["num_warps"]
-    return {"rotate_kernel": Residency(), "rotate_grads_kernel": Residency(), "sum_partials_kernel": Residency()}
+    return {
+        "rotate_kernel": Residency(at_least=8),
+        "rotate_grads_kernel": Residency(at_least=4),
+        "sum_partials_kernel": Residency(),
+    }
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """Yields compile cases: whole heads in bf16 with and without norms, and interleaved parts of heads in fp32."""
+    for name, width, half, norms, gates, interleaved in (
+        ("bf16", 128, 64, True, False, False),
+        ("bf16", 128, 64, False, False, False),
+        ("fp32", 13, 3, True, True, True),
+    ):
+        data, size = f"*{name}:16", "i32:16" if width % 16 == 0 else "i32"
+        words = f"{name}, {half} pairs of {width} channels{', norms' if norms else ''}"
+        weights = dict.fromkeys(("query_weight", "key_weight"), data if norms else None)
+        table = dict.fromkeys(("cos", "sin"), "*fp32:16")
+        counts = dict.fromkeys(("num_tokens", "batch", "groups", "queries", "gates"), "i32")
+        sizes: dict[str, Any] = {"width": size, "half": size, "eps": "fp32"}
+        strides = dict.fromkeys((f"{kind}_stride" for kind in ("seq", "batch", "group", "head")), size)
+        flags = {"IS_ZERO_CENTERED": False, "IS_INTERLEAVED": interleaved}
+        shared = {**weights, **table, **counts, **sizes, **strides, **flags, **_tile(width, half)}
+        yield compile_case(
+            rotate_kernel,
+            f"rotate_qkv, {words}",
+            options=_WARPS,
+            **dict.fromkeys(("x", "query", "key"), data),
+            query_tiles="i32",
+            first="i32:16",
+            rest=size,
+            IS_INVERSE=False,
+            **shared,
+        )
+        yield compile_case(
+            rotate_grads_kernel,
+            f"rotate_qkv_grads, {words}",
+            options=_WARPS,
+            **dict.fromkeys(("grad_query", "grad_key", "grad_value", "out"), data),
+            grad_gate=data if gates else None,
+            x=data if norms else None,
+            partials="*fp32:16" if norms else None,
+            **dict.fromkeys((f"{kind}_programs" for kind in ("query", "key", "value")), "i32"),
+            **dict.fromkeys(
+                (
+                    f"{kind}_{of}_stride"
+                    for kind in ("query", "key", "value", "gate")
+                    for of in ("seq", "batch", "head")
+                ),
+                size,
+            ),
+            WIDTH=_power_of_two(width),
+            **shared,
+        )
+    yield compile_case(
+        sum_partials_kernel,
+        "rotate_qkv_grads' sums, bf16",
+        options=_WARPS,
+        partials="*fp32:16",
+        sums="*bf16:16",
+        query_programs="i32",
+        key_programs="i32",
+        width="i32:16",
+        **_SUM,
+    )
 
 
 def _with_adjacent_channels(t: Tensor) -> Tensor:
@@ -631,9 +581,8 @@ def _tile(width: int, half: int) -> dict[str, int]:
     return {"ROWS": 1 << (rows.bit_length() - 1), "HALF": pairs, "REST": others}
 
 
-def _programs(rows: Sequence[int], rows_of_tile: int) -> list[int]:
-    """Distributes the programs of rotate_grads_kernel over kinds of heads in proportion to their rows; 0 for none."""
-    tiles = [_tiles(number, rows_of_tile) for number in rows]
+def _programs(tiles: Sequence[int]) -> list[int]:
+    """Distributes _GRAD_PROGRAMS over kinds of heads in proportion to their tiles, with at least one per kind."""
     share = min(1.0, _GRAD_PROGRAMS / max(1, sum(tiles)))
     return [min(number, max(1, int(number * share))) for number in tiles]
 
