@@ -75,6 +75,7 @@ PAGES = ("plan_kernel", "copy_kernel", "release_kernel")
 PRODUCTS = ("grouped_gemm_kernel", "weight_grad_kernel")
 ACTIVATIONS = ("act_kernel", "act_gradient_kernel")
 BIASES = ("add_bias_kernel", "bias_grad_kernel", "bias_scale_grad_kernel")
+HEADS = ("rotate_kernel", "rotate_grads_kernel", "sum_partials_kernel")
 ROWS = ("choice_grad_kernel", "count_kernel", "order_kernel", "experts_kernel", "gather_kernel", "sum_kernel")
 FIRST, EACH, STEPS = "First launches", "One small case for each kernel", "Training steps"
 PARTS, COPIES, LONG, BENCHMARKS = "Module graphs and pool growth", "Copies and GEMMs", "Long checks", "Benchmarks"
@@ -172,16 +173,16 @@ CHECKS = (
         "kernels_rows",
         1,
         EACH,
-        "slots have the same order as on the CPU, gathered rows are bitwise equal, and sums of rows and gradients are "
-        "correct to one rounding",
+        "slots have the same order as on the CPU, gathered rows are bitwise equal, and sums of rows, gradients, and "
+        "normalized and rotated heads are correct to one rounding",
         _tests(
             KERNELS,
             "-k",
             "(gathered and bfloat16-1000-90) or (slots and 5000 and dtype0) or (experts_of_rows and 33) "
-            "or (choices and 70-6-2)",
+            "or (choices and 70-6-2) or (heads and plain and 128 and dtype1)",
         ),
         25,
-        kernels=ROWS,
+        kernels=ROWS + HEADS,
         known=State.MODELLED,
     ),
     Check(
@@ -307,7 +308,7 @@ CHECKS = (
         "the kernels agree with the CPU operators for all sizes and dtypes",
         _tests(KERNELS),
         90,
-        kernels=PAGES + PRODUCTS + ACTIVATIONS + BIASES + ROWS,
+        kernels=PAGES + PRODUCTS + ACTIVATIONS + BIASES + ROWS + HEADS,
         is_elastic=True,
         known=State.MODELLED,
     ),

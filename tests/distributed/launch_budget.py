@@ -8,10 +8,10 @@ test_launch_budget.py.
 [Note: what counts]
 Each operator that the CPU dispatcher sees below autograd counts once. Views, empty tensors and operators without
 tensors launch nothing and do not count. A torch operator may launch more than one kernel on a GPU (a sort does). Each
-of this project's operators launches one kernel, except that order_slots launches two, as do copies of a stash with
-pages on the host. The grouped GEMMs of experts and the rows of a pair of ranks use the GPU code path (see gpu_paths).
-Other device-dependent code runs its CPU path: RMSNorm (several operators instead of one), attention, the accumulation
-of dense weight gradients, the softmax of the loss, the optimizer.
+of this project's operators launches one kernel, except that order_slots launches two, as do rotate_qkv_grads with norms
+and copies of a stash with pages on the host. The grouped GEMMs of experts and the rows of a pair of ranks use the GPU
+code path (see gpu_paths). Other device-dependent code runs its CPU path: RMSNorm (several operators instead of one),
+attention, the accumulation of dense weight gradients, the softmax of the loss, the optimizer.
 
 [Note: phases]
 A forward operator belongs to the phase of the innermost function on the stack that matches PHASES. A backward operator
@@ -78,7 +78,7 @@ ELSEWHERE, ACCUMULATION, ON_HOST = "elsewhere", "accumulation", "on the host"
 MOE_PHASES = ("router", "router losses", "order_by_expert", "demand", "dispatch", "experts", "combine")
 
 KINDS = {
-    "own kernels": r"(static_rows|paged_stash|router)::.*",
+    "own kernels": r"(static_rows|paged_stash|router|rope)::.*",
     "collectives": r"c10d::.*",
     "products": r"aten::(mm|addmm|bmm|baddbmm|_grouped_mm|_scaled_dot_product\w*)\b.*",
     "sorts, scans": r"aten::(sort|topk|cumsum|searchsorted|bincount)\b.*",

@@ -47,21 +47,22 @@ BUDGETS = {
     "dense": Budget(
         layer={
             "norms": (18, 30),
-            "attention": (15, 19),
+            "attention": (4, 6),
             "dense layer": (6, 15),
             "gradient buffers": (0, 6),
             "optimizer": (4, 0),
             "residuals": (2, 0),
         },
         kinds={
-            "elementwise": (24, 34),
-            "copies": (14, 25),
+            "elementwise": (16, 25),
+            "copies": (10, 20),
             "products": (5, 11),
+            "own kernels": (1, 1),
             "reductions": (2, 0),
         },
         step={
             "norms": (45, 74),
-            "attention": (30, 38),
+            "attention": (8, 12),
             "loss": (31, 13),
             "dense layer": (12, 30),
             "optimizer": (21, 0),
@@ -78,7 +79,7 @@ BUDGETS = {
     "static experts": Budget(
         layer={
             "norms": (18, 30),
-            "attention": (15, 19),
+            "attention": (4, 6),
             "router losses": (10, 3),
             "experts": (7, 5),
             "router": (6, 4),
@@ -92,9 +93,9 @@ BUDGETS = {
             "order_by_expert": (1, 0),
         },
         kinds={
-            "elementwise": (35, 30),
-            "copies": (16, 22),
-            "own kernels": (7, 9),
+            "elementwise": (27, 21),
+            "copies": (12, 17),
+            "own kernels": (8, 10),
             "products": (4, 9),
             "reductions": (7, 0),
             "fills": (4, 0),
@@ -103,7 +104,7 @@ BUDGETS = {
         },
         step={
             "norms": (45, 74),
-            "attention": (30, 38),
+            "attention": (8, 12),
             "loss": (31, 13),
             "router losses": (36, 6),
             "experts": (16, 10),
@@ -125,7 +126,7 @@ BUDGETS = {
     "static experts, stash": Budget(
         layer={
             "norms": (18, 30),
-            "attention": (15, 19),
+            "attention": (4, 6),
             "router losses": (10, 3),
             "experts": (7, 5),
             "router": (6, 4),
@@ -140,9 +141,9 @@ BUDGETS = {
             "order_by_expert": (1, 0),
         },
         kinds={
-            "elementwise": (35, 30),
-            "copies": (17, 22),
-            "own kernels": (9, 13),
+            "elementwise": (27, 21),
+            "copies": (13, 17),
+            "own kernels": (10, 14),
             "products": (4, 9),
             "reductions": (7, 0),
             "fills": (4, 0),
@@ -151,7 +152,7 @@ BUDGETS = {
         },
         step={
             "norms": (45, 74),
-            "attention": (30, 38),
+            "attention": (8, 12),
             "loss": (31, 13),
             "router losses": (36, 6),
             "experts": (16, 10),
@@ -174,7 +175,7 @@ BUDGETS = {
     "static experts, two expert ranks": Budget(
         layer={
             "norms": (18, 30),
-            "attention": (15, 19),
+            "attention": (4, 6),
             "demand": (17, 0),
             "dispatch": (9, 6),
             "router losses": (10, 3),
@@ -188,9 +189,9 @@ BUDGETS = {
             "residuals": (2, 0),
         },
         kinds={
-            "elementwise": (42, 35),
-            "copies": (16, 22),
-            "own kernels": (12, 12),
+            "elementwise": (34, 26),
+            "copies": (12, 17),
+            "own kernels": (13, 13),
             "products": (4, 9),
             "reductions": (9, 0),
             "collectives": (4, 3),
@@ -200,7 +201,7 @@ BUDGETS = {
         },
         step={
             "norms": (45, 74),
-            "attention": (30, 38),
+            "attention": (8, 12),
             "loss": (31, 13),
             "router losses": (36, 6),
             "gradient buffers": (10, 27),

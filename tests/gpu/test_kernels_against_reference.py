@@ -23,6 +23,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
 from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
 from megatron.core.transformer.moe.router import ops as router_ops
 from megatron.core.transformer.moe.static_rows import ops as row_ops
+from megatron.core.transformer.rope import HeadNorms, RotaryEmbedding, apply_rotary_pos_emb, split_and_rotate
 
 pytestmark = pytest.mark.gpu
 
@@ -283,3 +284,49 @@ def test_gradients_of_choices_agree(tokens: int, experts: int, topk: int, is_row
         of_scores = {"grad_scores": grad_scores.to(device, dtype), "scores": scores.to(device, dtype)}
         results.append(router_ops.choice_grad(*given, indices.to(device), **of_scores))
     assert near(*results, ERROR[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("norms", [None, "plain", "zero-centered"])
+@pytest.mark.parametrize(
+    ("width", "rotated", "interleaved", "gates"),
+    [(128, 1.0, False, 0), (128, 1.0, True, 4), (256, 0.25, False, 4), (80, 1.0, False, 0), (13, 0.5, True, 0)],
+)
+def test_normalized_and_rotated_heads_agree(
+    width: int, rotated: float, interleaved: bool, gates: int, norms: str | None, dtype: torch.dtype
+) -> None:
+    seq, batch, groups, queries = 129, 2, 3, 4
+    # Gradients with heads in the outer dimension, as attention kernels return them.
+    upstream = [made(batch, count, seq, width, seed=count).permute(2, 0, 1, 3) for count in (groups * queries, 3, 3)]
+    upstream += [made(seq, batch, groups, gates, width, seed=5)] if gates else []
+    values = [made(seq, batch, groups, queries + gates + 2, width), made(width), made(width, seed=1)]
+    results = []
+    for device, kind in ((DEVICE, dtype), ("cpu", torch.float64), (DEVICE, dtype)):
+        mixed, *weights = (one.to(dtype).to(device, kind).requires_grad_() for one in values)
+        wide = torch.promote_types(kind, torch.float32)
+        options = {"rotary_percent": rotated, "rotary_interleaved": interleaved, "dtype": wide}
+        table = RotaryEmbedding(width, seq, **options).to(device)(seq)
+        of_heads = None if norms is None else HeadNorms(*weights, 1e-6, norms == "zero-centered")
+        outputs = split_and_rotate(mixed, table, gates=gates, norms=of_heads)
+        grads = [one.to(dtype).to(device, kind) for one in upstream]
+        wanted = [mixed, *([] if norms is None else weights)]
+        results.append([*outputs, *torch.autograd.grad(outputs, wanted, grads)])
+    found, exact, again = results
+    for one, other, same in zip(found, exact, again, strict=True):
+        assert one.dtype == dtype and near(one, other, 2 * ERROR[dtype])
+        assert torch.equal(one, same)  # sums over rows are added in a fixed order
+
+
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize(("width", "rotated", "first"), [(192, 64, 128), (64, 64, 0), (13, 6, 7)])
+def test_rotated_parts_of_heads_agree(width: int, rotated: int, first: int, dtype: torch.dtype) -> None:
+    t, upstream = made(70, 2, 5, width), made(2, 5, 70, width, seed=1).permute(2, 0, 1, 3)
+    results = []
+    for device, kind in ((DEVICE, dtype), ("cpu", torch.float64)):
+        given = t.to(dtype).to(device, kind).requires_grad_()
+        wide = torch.promote_types(kind, torch.float32)
+        table = RotaryEmbedding(rotated, 70, rotary_interleaved=True, dtype=wide).to(device)(70)
+        output = apply_rotary_pos_emb(given, table, first=first)
+        results.append([output, *torch.autograd.grad(output, given, upstream.to(dtype).to(device, kind))])
+    for one, other in zip(*results, strict=True):
+        assert near(one, other, ERROR[dtype])

@@ -125,8 +125,9 @@ def plain_rms_norm(x: Tensor, weight: Tensor, *, eps: float, dtype: torch.dtype)
 
     Returns the norm of x, [*, H], `dtype`, and the inverse root mean square of each row, [N, 1], fp32 or fp64.
     """
-    inverse = inverse_rms(x, eps)
-    return (_rows(x) * inverse).mul_(weight).to(dtype).view(x.shape), inverse
+    rows = _rows(x)
+    inverse = inverse_rms(rows, eps)
+    return (rows * inverse).mul_(weight).to(dtype).view(x.shape), inverse
 
 
 def plain_rms_norm_grads(grad: Tensor, x: Tensor, weight: Tensor, *, inverse_rms: Tensor) -> tuple[Tensor, Tensor]:

@@ -39,9 +39,9 @@ if importlib.util.find_spec("triton") is not None:
 class RotaryTable(NamedTuple):
     """Cosines and sines of the rotation angles of each position.
 
-    cos, sin: [S, D_rot / 2], fp32 (fp64 in fp64 models), contiguous, on the device. They may include a common factor, which then
-    scales the rotated channels. interleaved: whether channels 2 i and 2 i + 1 form a pair, instead of channels i and
-    i + D_rot / 2.
+    cos, sin: [S, D_rot / 2], fp32 (fp64 in fp64 models), contiguous, on the device. They may include a common factor,
+    which then scales the rotated channels. interleaved: whether channels 2 i and 2 i + 1 form a pair, instead of
+    channels i and i + D_rot / 2.
     """
 
     cos: Tensor
