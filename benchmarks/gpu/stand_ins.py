@@ -26,7 +26,9 @@ def join_stand_ins(ranks: int) -> None:
     """Makes this process rank 0 of several, the only rank that exists. Cannot be undone."""
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE=str(ranks))
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    # torch's fake backend leaves results of some collectives unwritten before 2.13, and gathers in many copies.
+    # torch's fake backend leaves results of some collectives unwritten before 2.13, and gathers in many copies. These
+    # functions write every result.
+    group_collectives.FAKES_WRITE = True
     group_collectives.all_gather_single = _gather  # type: ignore[assignment]
     group_collectives.reduce_scatter_single = _reduce_scatter  # type: ignore[assignment]
     dist.all_to_all_single = _exchange  # type: ignore[assignment]

@@ -19,10 +19,15 @@ from megatron.core.utils import divide
 
 try:
     from torch.distributed import all_gather_single, reduce_scatter_single
+
+    # Whether every collective of a fake backend writes its result. Only receives from a single rank do not.
+    FAKES_WRITE = True
 except ImportError:
     # Torch 2.13 introduced these names and warns about the old ones; 2.11 and 2.12 have only the old ones.
     from torch.distributed import all_gather_into_tensor as all_gather_single
     from torch.distributed import reduce_scatter_tensor as reduce_scatter_single
+
+    FAKES_WRITE = False
 
 __all__ = [
     "Pending",
@@ -114,11 +119,11 @@ def is_fake(group: ProcessGroup | None) -> bool:
 
 
 def arriving(shape: Sequence[int], group: ProcessGroup | None, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Allocates a receive buffer for a collective: zeros for a fake backend, which never writes to the buffer.
+    """Allocates the result of a collective: zeros for a fake backend that does not write it, otherwise uninitialised.
 
     Returns [*shape], any dtype.
     """
-    make = torch.zeros if is_fake(group) else torch.empty
+    make = torch.empty if FAKES_WRITE or not is_fake(group) else torch.zeros
     return make(tuple(shape), dtype=dtype, device=device)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.device import default_device
 from megatron.core.device.trace_ranges import trace_range
-from megatron.core.group_collectives import arriving
+from megatron.core.group_collectives import is_fake
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.transfers import Direction, Transfer
 from megatron.core.pipeline_parallel.validation import MAX_BATCHES
@@ -32,6 +32,8 @@ class P2PCommunicator:
         # Dtype of all tensors that stages exchange.
         self.dtype = config.pipeline_dtype or config.hidden_dtype
         self.stage, self.num_stages = group_rank(pp_group), group_size(pp_group)
+        # A fake backend writes nothing to the tensors that it receives.
+        self._new_tensor = torch.zeros if is_fake(pp_group) else torch.empty
         self._shape: tuple[int, ...] = ()
         self._batches: deque[_Batch] = deque()
         self._received: dict[Transfer, tuple[_Batch, Tensor]] = {}
@@ -78,7 +80,7 @@ class P2PCommunicator:
             if transfer.direction is Direction.SEND:
                 tensors.append(self._checked(outputs[transfer], transfer))
             else:
-                tensors.append(arriving(self._shape, self.pp_group, dtype=self.dtype, device=device))
+                tensors.append(self._new_tensor(self._shape, dtype=self.dtype, device=device))
         batch = _Batch(
             [
                 dist.P2POp(
@@ -198,7 +200,7 @@ class P2PCommunicator:
         """
         following, before = (self.stage + 1) % self.num_stages, (self.stage - 1) % self.num_stages
         arrived = [
-            arriving(tuple(shape), self.pp_group, dtype=self.dtype, device=default_device()) if wanted else None
+            self._new_tensor(tuple(shape), dtype=self.dtype, device=default_device()) if wanted else None
             for wanted in (from_previous, from_next)
         ]
         # With two stages both neighbors are the same rank, which must receive in the order in which this rank sends.
@@ -231,7 +233,7 @@ class P2PCommunicator:
         wanted = [shapes] if is_single else list(shapes)
         if is_end:
             return None if is_single else [None] * len(wanted)
-        arrived = [arriving(shape, self.pp_group, dtype=self.dtype, device=default_device()) for shape in wanted]
+        arrived = [self._new_tensor(tuple(shape), dtype=self.dtype, device=default_device()) for shape in wanted]
         peer = (self.stage + distance) % self.num_stages
         operations = [dist.P2POp(dist.isend, t.contiguous(), group=self.pp_group, group_peer=peer) for t in sending]
         operations += [dist.P2POp(dist.irecv, t, group=self.pp_group, group_peer=peer) for t in arrived]
