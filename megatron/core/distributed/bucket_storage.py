@@ -188,8 +188,9 @@ class GradStorage(ABC):
         self._bucket, self._checks = bucket, checks
         self.state = GradState.COLLECTING
         self._writers = Writers(bucket.device)
-        # Parameters with a gradient in this iteration.
-        self._with_grad: set[nn.Parameter] = set()
+        # Slots of the parameters with a gradient in this iteration. Python code computes the hash of a tensor, but not
+        # of a slot.
+        self._with_grad: set[ParamSlot] = set()
 
     # Methods in the order in which an iteration calls them.
 
@@ -207,7 +208,7 @@ class GradStorage(ABC):
 
     def missing(self) -> list[str]:
         """Returns the names of the parameters without a gradient in this iteration."""
-        return [slot.name for slot in self._bucket.slots if slot.param not in self._with_grad]
+        return [slot.name for slot in self._bucket.slots if slot not in self._with_grad]
 
     @property
     @abstractmethod
@@ -340,8 +341,10 @@ class PersistentGrads(GradStorage):
         self._scale = bucket.settings.scale
         self._slot_of = {slot.param: slot for slot in bucket.slots}
         self._wider = [slot for slot in bucket.slots if slot.main_grad is not slot.comm_view]
-        # Parameters to whose main_grad unscaled gradients were added.
-        self._unscaled: set[nn.Parameter] = set()
+        # Slots of parameters to whose main_grad unscaled gradients were added.
+        self._unscaled: set[ParamSlot] = set()
+        # Slots whose accumulated gradient is checked after each microbatch.
+        self._probed = {slot for slot in bucket.slots if checks is not None and checks.looks_at(slot.param)}
         # Late gradients, in the order in which they became ready.
         self._late: list[tuple[ParamSlot, torch.Tensor]] = []
         # The reduction of the first round, then of the second.
@@ -350,12 +353,17 @@ class PersistentGrads(GradStorage):
             set_main_grad(slot.param, slot.main_grad)
 
     def accumulate(self, param: nn.Parameter) -> None:
-        """Adds the scaled `param.grad` to main_grad and frees `param.grad`.
+        """Calls accumulate_at for the parameter's slot."""
+        self.accumulate_at(self._slot_of[param])
+
+    def accumulate_at(self, slot: ParamSlot) -> None:
+        """Adds the scaled `param.grad` of a slot to main_grad and frees `param.grad`.
 
         The first gradient of an iteration overwrites main_grad; later gradients are added. If a kernel has already
         added a gradient to main_grad, `param.grad` holds only the gradients of the parameter's other uses.
         """
-        slot, grad = self._slot_of[param], plain_grad(param)
+        param = slot.param
+        grad = plain_grad(param)
         # Freed immediately, so that the next gradient reuses memory that is still in the cache.
         param.grad = None
         if self.state is not GradState.COLLECTING:
@@ -367,26 +375,30 @@ class PersistentGrads(GradStorage):
             if grad is not None and has_grad_beside_main_grad(param):
                 slot.main_grad.add_(grad)
         elif grad is not None:
-            scale = 1.0 if param in self._unscaled else self._scale
-            accumulate_into(slot.main_grad, grad, scale=scale, is_first=param not in self._with_grad)
-        self._with_grad.add(param)
-        if self._checks is not None and self._checks.looks_at(param):
+            scale = 1.0 if slot in self._unscaled else self._scale
+            accumulate_into(slot.main_grad, grad, scale=scale, is_first=slot not in self._with_grad)
+        self._with_grad.add(slot)
+        if slot in self._probed:
+            assert self._checks is not None, "only checks have probes"
             self._checks.measure_sum(slot.name, slot.main_grad)
 
     def add(self, param: nn.Parameter, new: WeightGrad) -> None:
+        """Calls add_at for the parameter's slot."""
+        self.add_at(self._slot_of[param], new)
+
+    def add_at(self, slot: ParamSlot, new: WeightGrad) -> None:
         """Computes a deferred weight gradient and adds it, scaled, to main_grad.
 
         A late gradient is kept for the second round of reductions.
         """
-        slot = self._slot_of[param]
         if self.state is not GradState.COLLECTING:
             self._keep_late(slot, new.compute())
             return
         self._writers.note()
-        scale = 1.0 if param in self._unscaled else self._scale
-        is_zero = param not in self._with_grad and not added_to_main_grad(param)
+        scale = 1.0 if slot in self._unscaled else self._scale
+        is_zero = slot not in self._with_grad and not added_to_main_grad(slot.param)
         new.add_to(slot.main_grad, scale=scale, is_zero=is_zero)
-        self._with_grad.add(param)
+        self._with_grad.add(slot)
 
     def mark_added(self, param: nn.Parameter) -> None:
         slot = self._slot_of[param]
@@ -396,7 +408,7 @@ class PersistentGrads(GradStorage):
             )
         self._writers.note()
         self._mark_unscaled(slot)
-        self._with_grad.add(param)
+        self._with_grad.add(slot)
 
     @property
     def is_late(self) -> bool:
@@ -409,8 +421,8 @@ class PersistentGrads(GradStorage):
     def launch(self, *, is_last: bool) -> None:
         self._writers.join()
         if self._scale != 1.0:
-            for param in self._unscaled:
-                self._slot_of[param].main_grad.mul_(self._scale)
+            for slot in self._unscaled:
+                slot.main_grad.mul_(self._scale)
         if self._checks is not None:
             self._checks.measure([(slot.name, slot.main_grad) for slot in self._bucket.slots])
         self._reduce_grad_data()
@@ -484,8 +496,8 @@ class PersistentGrads(GradStorage):
         self._bucket.grad_data.zero_()
         for slot in self._wider:
             slot.main_grad.zero_()
-        for param in self._unscaled:
-            clear_added_to_main_grad(param)
+        for slot in self._unscaled:
+            clear_added_to_main_grad(slot.param)
         self._with_grad.clear()
         self._unscaled.clear()
 
@@ -531,12 +543,12 @@ class PersistentGrads(GradStorage):
 
     def _mark_unscaled(self, slot: ParamSlot) -> None:
         # Autograd's gradients are already scaled, and a sum of both kinds can no longer be scaled correctly.
-        if slot.param in self._with_grad and slot.param not in self._unscaled and self._scale != 1.0:
+        if slot in self._with_grad and slot not in self._unscaled and self._scale != 1.0:
             raise RuntimeError(
                 f"parameter {slot.name} has both autograd gradients and gradients added to main_grad in one "
                 "iteration: they must all be of the same kind"
             )
-        self._unscaled.add(slot.param)
+        self._unscaled.add(slot)
 
     def _discard(self) -> None:
         for one in self._rounds:
@@ -571,6 +583,7 @@ class BucketLifetimeGrads(GradStorage):
         super().__init__(bucket, checks=checks)
         self._memory, self._total = memory, total
         self._added_scale, self._sent_scale = memory.split_scale(bucket.settings.scale)
+        self._slot_of = {slot.param: slot for slot in bucket.slots}
         self._range_of = {part.param: part for part in bucket.ranges}
         # Memory format of each parameter that is entirely in the bucket; gradients may have a different format.
         self._strides_of = {
@@ -739,7 +752,7 @@ class BucketLifetimeGrads(GradStorage):
     def _mark_filled(self, param: nn.Parameter) -> None:
         self._writers.note()
         self._filled.add(param)
-        self._with_grad.add(param)
+        self._with_grad.add(self._slot_of[param])
 
     def _drop(self) -> None:
         for one in self._in_flight:

@@ -8,12 +8,14 @@ in the CUDA graph of a step.
 import logging
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from megatron.core.device import SideStream, default_device, release_cached_memory
 from megatron.core.device import synchronize as wait_for_device
@@ -51,7 +53,7 @@ from megatron.core.distributed.forward_waits import ForwardWaits, forward_hook
 from megatron.core.distributed.grad_hooks import GradHookRunner, is_completed_later
 from megatron.core.distributed.iteration import CollectiveTrace, stage_group_of
 from megatron.core.distributed.launch_sequence import ReduceScope
-from megatron.core.distributed.layout import BufferLayout, resolve_bucket_size
+from megatron.core.distributed.layout import BufferLayout, ParamSlot, resolve_bucket_size
 from megatron.core.distributed.param_and_grad_buffer import (
     BufferKind,
     BufferType,
@@ -67,7 +69,6 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import (
     clear_main_grad,
-    gradient_of,
     mark_gradients_pass,
     param_facts,
 )
@@ -515,7 +516,7 @@ class DistributedDataParallel(_BaseDataParallel):
             return _StreamingIntake(group_of, order, hook_runner=self._hook_runner, releases=releases)
         # In-place accumulation rounds differently from adding a late gradient, so timing would change results.
         is_fused = self.config.gradient_accumulation_fusion and not self.config.deterministic_mode
-        return _GradIntake(group_of, order, is_fused=is_fused)
+        return _GradIntake(self._groups, order, is_fused=is_fused)
 
     def _group_of_replicas(self, *, is_expert: bool) -> dist.ProcessGroup | None:
         return self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
@@ -547,38 +548,78 @@ def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
 # Gradients from autograd to the scheduler.
 
 
-class _GradIntake:
-    """Passes every gradient that autograd has accumulated, or is about to compute, to the scheduler.
+@dataclass(slots=True)
+class _Source:
+    """A parameter whose gradients are taken in, and their destination.
 
-    For persistent gradients; active until `release`. group_of: each parameter's bucket group. is_fused: whether kernels
-    may add weight gradients directly to `param.main_grad`.
+    is_added: whether a kernel has added a gradient to main_grad since the last call of the parameter's hook.
+    """
+
+    group: _ParamAndGradBucketGroup
+    grads: PersistentGrads
+    slot: ParamSlot
+    is_added: bool = False
+
+
+class _GradIntake:
+    """Accumulates every gradient that autograd has accumulated, or is about to compute.
+
+    In a backward whose gradients are reduced, the scheduler accumulates and counts them. Other backwards, such as those
+    of all microbatches but the last, only accumulate, which is decided once for each backward
+    (CollectiveScheduler.only_accumulates) and requires no other call per gradient.
+
+    For persistent gradients; active until `release`. groups: the chunk's bucket groups. is_fused: whether kernels may
+    add weight gradients directly to `param.main_grad`.
     """
 
     def __init__(
-        self, group_of: Mapping[nn.Parameter, _ParamAndGradBucketGroup], order: CollectiveScheduler, *, is_fused: bool
+        self, groups: Sequence[_ParamAndGradBucketGroup], order: CollectiveScheduler, *, is_fused: bool
     ) -> None:
-        self._group_of, self._order = group_of, order
-        for param in group_of:
-            set_grad_owner(param, self._owner_of(param) if is_fused else None)
-        # The parameters keep this object alive, because they and their gradients may outlive the wrapper.
-        self._hooks = ParamHooks(self._on_grad, kept=self)
-        self._hooks.watch(group_of)
+        self._groups, self._order = groups, order
+        # The graph task of the backward that produced the last gradient, and whether that backward only accumulates.
+        self._task, self._only_accumulates = -1, False
+        self._params = [slot.param for group in groups for slot in group.slots]
+        self._handles: list[RemovableHandle] = []
+        for group in groups:
+            for bucket in group.buckets:
+                assert isinstance(bucket.grads, PersistentGrads), "other gradients have a _StreamingIntake"
+                for slot in bucket.slots:
+                    source = _Source(group, bucket.grads, slot)
+                    owner = GradOwner(slot.main_grad, partial(self._add, source)) if is_fused else None
+                    set_grad_owner(slot.param, owner)
+                    # The hook keeps this object alive, because the parameter and its gradient may outlive the wrapper.
+                    # Hooks on the tensor, unlike hooks on its autograd node, survive a move of the parameter.
+                    hook = partial(self._on_grad, source)
+                    self._handles.append(slot.param.register_post_accumulate_grad_hook(hook))
 
     def release(self) -> None:
         """Removes the hooks, so that gradients remain in `param.grad`."""
-        self._hooks.release()
-        _forget_owners(self._group_of)
+        for handle in self._handles:
+            handle.remove()
+        _forget_owners(self._params)
 
-    def _on_grad(self, param: nn.Parameter) -> None:
-        self._order.accumulate(self._group_of[param], param)
+    def _on_grad(self, source: _Source, param: torch.Tensor) -> None:
+        is_added, source.is_added = source.is_added, False
+        if torch._C._current_graph_task_id() != self._task:
+            self._begin_backward()
+        if not self._only_accumulates:
+            self._order.accumulate(source.group, source.slot.param)
+        elif param.grad is not None or not is_added:
+            source.grads.accumulate_at(source.slot)
 
-    def _owner_of(self, param: nn.Parameter) -> GradOwner:
-        main_grad = gradient_of(param)
-        assert main_grad is not None, "a parameter in a buffer has no main_grad"
-        return GradOwner(main_grad, self._add)
+    def _add(self, source: _Source, param: nn.Parameter, new: WeightGrad) -> None:
+        source.is_added = True
+        if torch._C._current_graph_task_id() != self._task:
+            self._begin_backward()
+        if self._only_accumulates:
+            source.grads.add_at(source.slot, new)
+        else:
+            self._order.add_gradient(source.group, param, new=new)
 
-    def _add(self, param: nn.Parameter, new: WeightGrad) -> None:
-        self._order.add_gradient(self._group_of[param], param, new=new)
+    def _begin_backward(self) -> None:
+        # Also called when a backward continues after activation recomputation has run another backward inside it.
+        self._task = torch._C._current_graph_task_id()
+        self._only_accumulates = self._order.only_accumulates(self._groups)
 
 
 class _StreamingIntake:

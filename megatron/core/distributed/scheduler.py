@@ -49,6 +49,9 @@ from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
 logger = logging.getLogger(__name__)
 
+# States in which a gather was not waited for, so that a forward cannot have read the current parameters.
+_UNREAD = (ParamState.STALE, ParamState.IN_FLIGHT)
+
 
 @dataclass(frozen=True, eq=False)
 class ChunkSync:
@@ -280,6 +283,21 @@ class CollectiveScheduler:
         self._start()
         self._begun_by = {*begun_by, caller}
         self.open()
+
+    def only_accumulates(self, groups: Sequence[_ParamAndGradBucketGroup]) -> bool:
+        """Returns whether the running backward only accumulates gradients of these groups, all of one chunk.
+
+        Nothing then depends on when or in which order gradients become ready: none is counted, observed, late or
+        outside an iteration. The caller may therefore accumulate them without this scheduler, until another backward.
+        """
+        if self.observers.members or not self.iteration.is_collecting or self._sequence.may_have_begun:
+            return False
+        is_counting = self._overlap or self._has_chunk_passes
+        for group in groups:
+            if (is_counting and group.is_last_microbatch) or group.param_state in _UNREAD:
+                return False
+        self.open()
+        return True
 
     def accumulate(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         """Accumulates `param.grad`, if any, in its bucket, and counts the gradient."""
@@ -567,7 +585,7 @@ class CollectiveScheduler:
     def _before_grad(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         self._check_collecting(group, param)
         self.open()
-        if group.param_state in (ParamState.STALE, ParamState.IN_FLIGHT):
+        if group.param_state in _UNREAD:
             # Its gather was not waited for, so forward read the values from before the optimizer's step.
             raise RuntimeError(
                 f"parameter {group.name_of(param)} received a gradient, but forward used its values from before the "

@@ -181,7 +181,8 @@ def gradient_of(param: Tensor) -> Tensor | None:
 
 def added_to_main_grad(param: nn.Parameter) -> bool:
     """Returns whether a kernel has already added this step's gradient to the parameter's main_grad."""
-    return bool(vars(param).get("grad_added_to_main_grad", False))
+    # Usually absent, which is found without a call.
+    return "grad_added_to_main_grad" in param.__dict__ and bool(param.__dict__["grad_added_to_main_grad"])
 
 
 def clear_added_to_main_grad(param: nn.Parameter) -> None:

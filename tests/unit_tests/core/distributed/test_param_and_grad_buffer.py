@@ -271,9 +271,13 @@ def test_a_reset_waits_for_writers_of_an_aborted_iteration_and_forgets_them(sett
     wrapped = DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(**settings), model)
     storages = {bucket.grads: bucket for buffer in wrapped.buffers for bucket in buffer.buckets}
     for storage in storages:
-        storage._writers = Writers(torch.device("cuda"))
+        storage._writers = Writers(torch.device("cuda:0"))
     aborted, main = _Stream(), _Stream()
-    with patch.object(torch.cuda, "current_stream", lambda _: aborted):
+    with (
+        patch.object(torch.cuda, "current_stream", lambda _: aborted),
+        # Not in torch's builds for CPUs.
+        patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: id(aborted), create=True),
+    ):
         for storage, bucket in storages.items():
             for slot in bucket.slots:
                 slot.param.grad = torch.ones_like(slot.param)
