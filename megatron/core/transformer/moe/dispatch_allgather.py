@@ -24,7 +24,6 @@ from megatron.core.transformer.moe.permutation import (
     build_capacity_limit,
     order_kept_slots_sync,
     order_padded_slots,
-    permute_probs,
     permute_tokens,
     sort_by_expert,
     unpermute_tokens,
@@ -110,7 +109,8 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         """
         permutation, tokens_per_expert = self.order(self._passage)
         self._passage = permutation
-        return permute_tokens(hidden_states, permutation), tokens_per_expert, permute_probs(probs, permutation)
+        rows, weights = permute_tokens(hidden_states, probs, permutation)
+        return rows, tokens_per_expert, weights
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Sums each token's rows on this rank. Returns [N, H].

@@ -29,7 +29,6 @@ from megatron.core.transformer.moe.permutation import (
     PermutationMap,
     Routing,
     build_row_order,
-    permute_probs,
     permute_tokens,
     sort_by_expert,
     unpermute_tokens,
@@ -116,7 +115,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         )
         present = expert_indices < self.num_ranks * self.num_local_experts if has_absent else None
         permutation, counts = self.row_order(probs, expert_indices, present)
-        rows, weights = permute_tokens(tokens, permutation), permute_probs(probs, permutation)
+        rows, weights = permute_tokens(tokens, probs, permutation)
         counts = counts.view(self.num_ranks, self.num_local_experts)
         self._passage = AllToAllPassage(permutation, RowSplits(counts, len(rows)))
         return rows, weights
@@ -155,7 +154,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         rows, weights, passage = global_input_tokens, global_probs, self._passage
         if self.num_ranks > 1 and self.num_local_experts > 1:
             by_expert = _expert_order(passage.splits)
-            rows, weights = permute_tokens(rows, by_expert), permute_probs(weights.unsqueeze(1), by_expert)
+            rows, weights = permute_tokens(rows, weights, by_expert)
             self._passage = replace(passage, by_expert=by_expert)
         return rows, passage.splits.counts.sum(dim=0), weights
 

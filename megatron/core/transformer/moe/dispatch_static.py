@@ -103,8 +103,8 @@ class StaticBudget:
 
         rows_needed: [1], int64. num_tokens: T, tokens per rank.
         """
-        missing = (rows_needed - self.rows_of_rank(num_tokens)).clamp(min=0)
-        can_lose = self.rows_of_rank(num_tokens) < self._most_of_rank(num_tokens)
+        capacity = self.rows_of_rank(num_tokens)
+        missing, can_lose = (rows_needed - capacity).clamp(min=0), capacity < self._most_of_rank(num_tokens)
         return RowDemand(missing, rows_needed.float() / max(1, self.balanced_rows(num_tokens)), can_lose)
 
     def demand_on_pair(self, rows_needed: Tensor, num_tokens: int) -> RowDemand:
@@ -112,9 +112,8 @@ class StaticBudget:
 
         rows_needed: [1], int64. num_tokens: T, tokens per rank.
         """
-        missing = (rows_needed - self.rows_of_pair(num_tokens)).clamp(min=0)
-        balanced = self.balanced_rows(num_tokens) / self.num_ranks
-        can_lose = self.rows_of_pair(num_tokens) < self._most(num_tokens)
+        capacity, balanced = self.rows_of_pair(num_tokens), self.balanced_rows(num_tokens) / self.num_ranks
+        missing, can_lose = (rows_needed - capacity).clamp(min=0), capacity < self._most(num_tokens)
         return RowDemand(missing, rows_needed.float() / (balanced or 1), can_lose)
 
     def balanced_rows(self, num_tokens: int) -> int:
@@ -146,20 +145,11 @@ class StaticRows:
 
         tokens: [N, H], float. probs: [N, K], float. Returns rows [C, H] and weights [C], undefined beyond num_rows.
         """
-        order = self.order
-        rows = gather_live_rows(tokens, order.token_of_row, row_of_slot=order.row_of_slot, num_rows=self.num_rows)
-        weights = gather_live_rows(
-            probs.reshape(-1, 1),
-            order.slot_of_row,
-            row_of_slot=order.row_of_slot.view(-1, 1),
-            num_rows=self.num_rows,
-        )
-        return DispatchedTokens(rows, weights.view(-1))
+        return DispatchedTokens(*gather_live_rows(tokens, probs, order=self.order, num_rows=self.num_rows))
 
     def give_back(self, rows: Tensor) -> Tensor:
         """Sums each token's rows; rows: [C, H], float. Returns [N, H]."""
-        order = self.order
-        return sum_live_rows(rows, order.row_of_slot, source_of_row=order.token_of_row, num_rows=self.num_rows)
+        return sum_live_rows(rows, order=self.order, num_rows=self.num_rows)
 
 
 class MoEStaticTokenDispatcher(MoETokenDispatcher):

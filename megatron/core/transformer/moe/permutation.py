@@ -278,17 +278,13 @@ def kept_slots(weights: Tensor, expert_indices: Tensor, *, capacity: int) -> Ten
 # --- Movement ---
 
 
-def permute_tokens(tokens: Tensor, permutation: PermutationMap) -> Tensor:
-    """Copies each token into its rows; tokens: [T, H], any float dtype. Returns [R, H]."""
-    return _GatherRows.apply(tokens, permutation.token_of_row, permutation.row_of_slot, permutation.kept)
+def permute_tokens(tokens: Tensor, probs: Tensor, permutation: PermutationMap) -> tuple[Tensor, Tensor]:
+    """Copies each token, and the weight of each slot, into its rows.
 
-
-def permute_probs(probs: Tensor, permutation: PermutationMap) -> Tensor:
-    """Returns the weight of each row: [R]. probs: [T, K], any float dtype."""
-    slots = probs.reshape(-1, 1)  # [T * K, 1], one weight per slot
-    kept = None if permutation.kept is None else permutation.kept.view(-1, 1)
-    weights = _GatherRows.apply(slots, permutation.slot_of_row, permutation.row_of_slot.view(-1, 1), kept).view(-1)
-    return weights if permutation.filled is None else weights * permutation.filled
+    tokens: [T, H], any float dtype; probs: [T, K], any float dtype. Returns rows [R, H] and weights [R].
+    """
+    rows, weights = _GatherRows.apply(tokens, probs, permutation)
+    return rows, weights if permutation.filled is None else weights * permutation.filled
 
 
 def unpermute_tokens(rows: Tensor, permutation: PermutationMap) -> Tensor:
@@ -296,37 +292,52 @@ def unpermute_tokens(rows: Tensor, permutation: PermutationMap) -> Tensor:
 
     A row that belongs to no slot also receives a gradient, but its weight of 0 makes the gradient 0.
     """
-    return _SumRows.apply(rows, permutation.token_of_row, permutation.row_of_slot, permutation.kept)
+    return _SumRows.apply(rows, permutation)
 
 
 class _GatherRows(torch.autograd.Function):
-    """Computes out[r] = x[token_of_row[r]]. Backward gathers and sums K rows per token instead of scattering."""
+    """Computes out[r] = x[token_of_row[r]], and the same for the weights of slots.
+
+    Backward gathers and sums K rows per token instead of scattering.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token_of_row: Tensor, row_of_slot: Tensor, kept: Tensor | None) -> Tensor:
-        ctx.save_for_backward(row_of_slot, kept)
-        return x.index_select(0, token_of_row)
+    def forward(ctx: Any, x: Tensor, probs: Tensor, permutation: PermutationMap) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(permutation.row_of_slot, permutation.kept)
+        ctx.set_materialize_grads(False)
+        ctx.probs_shape = probs.shape
+        rows = x.index_select(0, permutation.token_of_row)
+        return rows, probs.reshape(-1).index_select(0, permutation.slot_of_row)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(
+        ctx: Any, grad_rows: Tensor | None, grad_weights: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None]:
         row_of_slot, kept = ctx.saved_tensors
-        return _sum_rows(grad, row_of_slot, kept=kept), None, None, None
+        grad_x = grad_probs = None
+        if grad_rows is not None and ctx.needs_input_grad[0]:
+            grad_x = _sum_rows(grad_rows, row_of_slot, kept=kept)
+        if grad_weights is not None and ctx.needs_input_grad[1]:
+            one_each = None if kept is None else kept.view(-1, 1)
+            grads = _sum_rows(grad_weights.unsqueeze(1), row_of_slot.view(-1, 1), kept=one_each)
+            grad_probs = grads.view(ctx.probs_shape)
+        return grad_x, grad_probs, None
 
 
 class _SumRows(torch.autograd.Function):
     """Computes out[t], the sum of x[row_of_slot[t, k]] over the kept k. Backward is a gather."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, token_of_row: Tensor, row_of_slot: Tensor, kept: Tensor | None) -> Tensor:
-        ctx.save_for_backward(token_of_row)
-        return _sum_rows(x, row_of_slot, kept=kept)
+    def forward(ctx: Any, x: Tensor, permutation: PermutationMap) -> Tensor:
+        ctx.save_for_backward(permutation.token_of_row)
+        return _sum_rows(x, permutation.row_of_slot, kept=permutation.kept)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (token_of_row,) = ctx.saved_tensors
-        return grad.index_select(0, token_of_row), None, None, None
+        return grad.index_select(0, token_of_row), None
 
 
 def _sum_rows(x: Tensor, row_of_slot: Tensor, *, kept: Tensor | None) -> Tensor:

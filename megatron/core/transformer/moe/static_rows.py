@@ -110,52 +110,64 @@ def aligned_rows(counts: Tensor, alignment: int) -> Tensor:
 # --- Movement ---
 
 
-def gather_live_rows(x: Tensor, source_of_row: Tensor, *, row_of_slot: Tensor, num_rows: Tensor) -> Tensor:
-    """Copies x[source_of_row[r]] into row r of a buffer, or zeros if the source is -1, for the first R rows.
+def gather_live_rows(x: Tensor, probs: Tensor, *, order: StaticOrder, num_rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Copies each row's token and weight into a buffer, or zeros into padding, for the first R rows.
 
-    x: [T, W], any float dtype; source_of_row: [C], int32; row_of_slot: [T, K], int32, the inverse, -1 for none;
-    num_rows: [1], int64, R; all on one device. Returns [C, W], x's dtype, undefined beyond the first R rows.
+    x: [T, W], any float dtype; probs: [T, K], or [T] if K is 1, any float dtype; order: assigns C rows to the slots;
+    num_rows: [1], int64, R; all on one device. Returns [C, W] and [C], the dtypes of x and probs, undefined beyond the
+    first R rows.
     """
-    return _GatherLiveRows.apply(x, source_of_row, row_of_slot, num_rows)
+    return _GatherLiveRows.apply(x, probs, order, num_rows)
 
 
-def sum_live_rows(rows: Tensor, row_of_slot: Tensor, *, source_of_row: Tensor, num_rows: Tensor) -> Tensor:
-    """Sums rows[row_of_slot[t, k]] over k into row t, skipping entries of -1.
+def sum_live_rows(rows: Tensor, *, order: StaticOrder, num_rows: Tensor) -> Tensor:
+    """Sums the rows of each token.
 
-    rows: [C, W], any float dtype; half precision is summed in fp32. row_of_slot, source_of_row, num_rows: as in
-    gather_live_rows. Returns [T, W], the rows' dtype. The gradient of rows beyond the first R is undefined.
+    rows: [C, W], any float dtype; half precision is summed in fp32. order, num_rows: as in gather_live_rows. Returns
+    [T, W], the rows' dtype. The gradient of rows beyond the first R is undefined.
     """
-    return _SumLiveRows.apply(rows, row_of_slot, source_of_row, num_rows)
+    return _SumLiveRows.apply(rows, order, num_rows)
 
 
 class _GatherLiveRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, source_of_row: Tensor, row_of_slot: Tensor, num_rows: Tensor) -> Tensor:
-        ctx.save_for_backward(row_of_slot)
-        return _gather(x, source_of_row, num_rows=num_rows)
+    def forward(ctx: Any, x: Tensor, probs: Tensor, order: StaticOrder, num_rows: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(order.row_of_slot)
+        ctx.set_materialize_grads(False)
+        ctx.probs_shape = probs.shape
+        rows = _gather(x, order.token_of_row, num_rows=num_rows)
+        weights = _gather(probs.reshape(-1, 1), order.slot_of_row, num_rows=num_rows)
+        return rows, weights.view(-1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(
+        ctx: Any, grad_rows: Tensor | None, grad_weights: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None]:
         (row_of_slot,) = ctx.saved_tensors
-        return _sum(grad, row_of_slot), None, None, None
+        grad_x = grad_probs = None
+        if grad_rows is not None and ctx.needs_input_grad[0]:
+            grad_x = _sum(grad_rows, row_of_slot)
+        if grad_weights is not None and ctx.needs_input_grad[1]:
+            grad_probs = _sum(grad_weights.view(-1, 1), row_of_slot.view(-1, 1)).view(ctx.probs_shape)
+        return grad_x, grad_probs, None, None
 
 
 class _SumLiveRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, row_of_slot: Tensor, source_of_row: Tensor, num_rows: Tensor) -> Tensor:
-        ctx.save_for_backward(source_of_row, num_rows)
-        return _sum(rows, row_of_slot)
+    def forward(ctx: Any, rows: Tensor, order: StaticOrder, num_rows: Tensor) -> Tensor:
+        ctx.save_for_backward(order.token_of_row, num_rows)
+        return _sum(rows, order.row_of_slot)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         source_of_row, num_rows = ctx.saved_tensors
-        return _gather(grad, source_of_row, num_rows=num_rows), None, None, None
+        return _gather(grad, source_of_row, num_rows=num_rows), None, None
 
 
 def _gather(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor) -> Tensor:
-    out = x.new_empty(len(source_of_row), x.shape[1])
+    out = x.new_empty(source_of_row.shape[0], x.shape[1])
     ops.gather_rows(x.contiguous(), source_of_row, num_rows=num_rows, out=out)
     return out
 

@@ -14,7 +14,6 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.permutation import (
     build_row_order,
     get_capacity,
-    permute_probs,
     permute_tokens,
     unpermute_tokens,
 )
@@ -67,7 +66,7 @@ def test_rows_agree_with_a_loop_on_random_routings(policy: str, padded: bool) ->
         # A round trip through the rows returns each token once per kept slot, weighted.
         tokens = torch.randn(len(indices), 3, dtype=torch.float64, generator=generator).requires_grad_()
         probs = weights.clone().requires_grad_()
-        rows, scale = permute_tokens(tokens, permutation), permute_probs(probs, permutation)
+        rows, scale = permute_tokens(tokens, probs, permutation)
         owners = indices.reshape(-1)[permutation.slot_of_row]
         live = scale > 0
         assert torch.equal(owners[live], torch.arange(experts).repeat_interleave(counts)[live])
@@ -103,8 +102,8 @@ def test_padded_rows_need_no_value_on_the_host() -> None:
     with FakeTensorMode():
         probs, indices = torch.rand(8, 2), torch.zeros(8, 2, dtype=torch.int64)
         permutation, counts = build_row_order(config, 4)(probs, indices)
-        rows = permute_tokens(torch.rand(8, 16), permutation)
-        assert rows.shape == (16, 16) and counts.shape == (4,)
+        rows, weights = permute_tokens(torch.rand(8, 16), probs, permutation)
+        assert rows.shape == (16, 16) and weights.shape == (16,) and counts.shape == (4,)
         assert unpermute_tokens(rows, permutation).shape == (8, 16)
 
 

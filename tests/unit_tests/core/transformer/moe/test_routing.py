@@ -14,7 +14,6 @@ from megatron.core.transformer.moe.aux_losses import (
 from megatron.core.transformer.moe.moe_utils import topk_routing_with_score_function
 from megatron.core.transformer.moe.permutation import (
     Routing,
-    permute_probs,
     permute_tokens,
     sort_by_expert,
     unpermute_tokens,
@@ -45,8 +44,10 @@ def test_unpermuting_sums_the_copies_of_each_token(slots: list[list[int]]) -> No
     permutation, _ = sort_by_expert(torch.tensor(slots), EXPERTS)
     tokens = torch.randn(len(slots), 3, dtype=torch.float64)
     probs = torch.rand(len(slots), 2, dtype=torch.float64)
-    rows = permute_tokens(tokens, permutation) * permute_probs(probs, permutation).unsqueeze(-1)
-    torch.testing.assert_close(unpermute_tokens(rows, permutation), tokens * probs.sum(dim=1, keepdim=True))
+    rows, weights = permute_tokens(tokens, probs, permutation)
+    torch.testing.assert_close(
+        unpermute_tokens(rows * weights.unsqueeze(-1), permutation), tokens * probs.sum(dim=1, keepdim=True)
+    )
 
 
 def test_permutations_have_right_gradients() -> None:
@@ -54,9 +55,8 @@ def test_permutations_have_right_gradients() -> None:
     tokens = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
     rows = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
     probs = torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: permute_tokens(x, permutation), (tokens,))
+    assert torch.autograd.gradcheck(lambda *both: permute_tokens(*both, permutation), (tokens, probs))
     assert torch.autograd.gradcheck(lambda x: unpermute_tokens(x, permutation), (rows,))
-    assert torch.autograd.gradcheck(lambda x: permute_probs(x, permutation), (probs,))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -160,16 +160,27 @@ def test_both_directions_are_each_others_gradient(alignment: int) -> None:
     indices = torch.rand(TOKENS, EXPERTS + 2, generator=generator).topk(CHOICES).indices
     order = order_by_expert(indices, EXPERTS, capacity=EXPERTS * 16, alignment=alignment)
 
-    def there_and_back(x: Tensor) -> Tensor:
-        rows = gather_live_rows(x, order.token_of_row, row_of_slot=order.row_of_slot, num_rows=order.num_rows)
+    def there_and_back(x: Tensor, probs: Tensor) -> Tensor:
+        rows, weights = gather_live_rows(x, probs, order=order, num_rows=order.num_rows)
         dead = torch.arange(len(rows)) >= order.num_rows
-        rows = (rows * 2).masked_fill(dead.unsqueeze(1), math.nan)
-        return sum_live_rows(rows, order.row_of_slot, source_of_row=order.token_of_row, num_rows=order.num_rows)
+        rows = (rows * weights.unsqueeze(1)).masked_fill(dead.unsqueeze(1), math.nan)
+        return sum_live_rows(rows, order=order, num_rows=order.num_rows)
 
-    x = torch.randn(TOKENS, 5, dtype=torch.float64, generator=generator, requires_grad=True)
-    uses = ((indices >= 0) & (indices < EXPERTS)).sum(dim=1, keepdim=True)
-    torch.testing.assert_close(there_and_back(x), 2 * uses * x)
-    assert torch.autograd.gradcheck(there_and_back, x)
+    x, probs = (
+        torch.randn(TOKENS, width, dtype=torch.float64, generator=generator, requires_grad=True)
+        for width in (5, CHOICES)
+    )
+    used = (indices >= 0) & (indices < EXPERTS)
+    torch.testing.assert_close(there_and_back(x, probs), (used * probs).sum(dim=1, keepdim=True) * x)
+    assert torch.autograd.gradcheck(there_and_back, (x, probs))
+
+
+def test_a_gradient_that_nobody_needs_is_not_computed() -> None:
+    order = order_by_expert(torch.tensor([[0, 1], [1, 0]]), 2, capacity=4)
+    x, probs = torch.randn(2, 3, requires_grad=True), torch.randn(2, 2, requires_grad=True)
+    rows, weights = gather_live_rows(x, probs, order=order, num_rows=order.num_rows)
+    assert torch.autograd.grad(rows.sum(), (x, probs), allow_unused=True, retain_graph=True)[1] is None
+    assert torch.autograd.grad(weights.sum(), (x, probs), allow_unused=True)[0] is None
 
 
 def test_operators_fit_what_torch_asks_of_them() -> None:
