@@ -21,22 +21,21 @@ import enum
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.page_layout import COPIES_PER_PROCESSOR, Priority
+from megatron.core.transformer.moe.paged_stash.page_layout import COPIES_PER_PROCESSOR, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.page_pool import RESTORE_ALIGNMENT, PageGroup, PagePool
 from megatron.core.transformer.moe.paged_stash.saved_tensors import (
     Block,
     SavedTensor,
     StorageView,
     VersionOf,
-    block_with,
 )
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 
@@ -162,20 +161,25 @@ class PageKeeper:
     def exclusive(self) -> Iterator[None]:
         """Excludes other threads, and finalizers, which Python may run at any time. Disables grad mode."""
         try:
-            with self._lock, torch.inference_mode(False), torch.no_grad():
-                self._depth += 1
+            # Without torch.no_grad(), whose objects cost the host several times as much.
+            with self._lock, torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+                self._depth, has_grad = self._depth + 1, torch.is_grad_enabled()
+                torch.set_grad_enabled(False)
                 try:
                     yield
                 finally:
+                    torch.set_grad_enabled(has_grad)
                     self._depth -= 1
         finally:
-            self._release_gone()
+            if self._gone:
+                self._release_gone()
 
     @torch.compiler.disable  # the records of groups change while the compiler evaluates its guards
     def stash(
         self,
         group: GroupMemory,
         blocks: list[Block],
+        specs: Sequence[TensorSpec],
         *,
         num_rows: Tensor,
         reserve: Tensor | None,
@@ -183,10 +187,9 @@ class PageKeeper:
     ) -> None:
         """Allocates pages for a group and copies its live rows into them.
 
-        num_rows: [1], int64; reserve: [3], int64, both on the device. is_captured: whether a CUDA graph captures this
-        call, see [Note: captured parts].
+        specs: of the blocks. num_rows: [1], int64; reserve: [3], int64, both on the device. is_captured: whether a CUDA
+        graph captures this call, see [Note: captured parts].
         """
-        specs = [block.spec for block in blocks]
         pages = GroupPages(self.pool.open_group(specs, is_fixed=is_captured), self.generation)
         if not is_captured:
             # From here on, also after an exception, the pages are released when the group is collected.
@@ -217,7 +220,8 @@ class PageKeeper:
             group.places.append(Place(first_byte, block.start - first_byte, block.num_bytes))
             reading.versions.append((memory, _versions_of(block)))
             for saved in block.saved:
-                saved.memory, saved.snapshot = memory, None
+                assert saved.snapshot is not None, "blocks contain only tensors with snapshots"
+                saved.view, saved.memory, saved.snapshot = StorageView.of(saved.snapshot.tensor), memory, None
 
     def start_restore(self, group: GroupMemory, *, is_awaited: bool = False) -> None:
         """Starts to copy a group's rows back from pages. If memory runs out, it raises and leaves the group in pages.
@@ -365,7 +369,7 @@ def tensor_of(saved: SavedTensor) -> Tensor:
     """
     if saved.memory is not None and saved.memory.change is not None:
         raise RuntimeError(saved.memory.change)
-    assert saved.memory is not None and saved.memory.restored is not None, "not restored"
+    assert saved.memory is not None and saved.memory.restored is not None and saved.view is not None, "not restored"
     return saved.view.over(saved.memory.restored, saved.memory.first_byte)
 
 
@@ -384,12 +388,11 @@ def _can_drop(block: Block) -> bool:
 def _recomputation_of(block: Block, blocks: list[Block], *, index: int) -> Recomputation:
     mark = block.mark
     assert mark is not None and mark.recompute is not None
-    sources = []
-    for source in mark.sources:
-        position = block_with(source, blocks)
-        assert position is not None, "blocks_of assigned a block to every source"
-        sources.append((position, StorageView.of(source.tensor)))
-    return Recomputation(index, mark.priority, mark.recompute, StorageView.of(mark.snapshot.tensor), tuple(sources))
+    sources = tuple(
+        (blocks.index(held), StorageView.of(source.tensor))
+        for held, source in zip(block.sources, mark.sources, strict=True)
+    )
+    return Recomputation(index, mark.priority, mark.recompute, StorageView.of(mark.snapshot.tensor), sources)
 
 
 def copy_programs(device: torch.device, num_sms: int) -> int:

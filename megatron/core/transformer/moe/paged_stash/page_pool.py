@@ -353,15 +353,15 @@ class PagePool:
         if len(memories) != len(group.tensors):
             raise ValueError(f"{name} contains {len(memories)} tensors: the group requires {len(group.tensors)}")
         for index, (memory, placed) in enumerate(zip(memories, group.tensors)):
-            if memory.dim() != 1 or memory.dtype != torch.uint8 or not memory.is_contiguous():
+            if memory.ndim != 1 or memory.dtype != torch.uint8 or not memory.is_contiguous():
                 found = f"{list(memory.shape)}, {memory.dtype}"
                 raise ValueError(f"{name}[{index}] ({found}) must be one-dimensional, contiguous and torch.uint8")
             if memory.device != self.device:
                 raise ValueError(f"{name}[{index}] is on {memory.device}: must be on the pool's device, {self.device}")
             spec = placed.spec
             needed = (spec.max_rows - 1) * spec.pitch_bytes + spec.row_bytes if spec.max_rows else 0
-            if len(memory) < needed:
-                raise ValueError(f"{name}[{index}] has {len(memory)} bytes: must be at least {needed} for {spec}")
+            if memory.nbytes < needed:
+                raise ValueError(f"{name}[{index}] has {memory.nbytes} bytes: must be at least {needed} for {spec}")
 
 
 def _device_memory(num_bytes: int, device: torch.device) -> Tensor:
@@ -487,7 +487,6 @@ class PageTables:
         """Fixed groups, and groups that were opened since the last reset and not closed, in no particular order."""
         return [*self._fixed, *(group for slab in self.slabs for group in slab.open_groups)]
 
-    @torch.inference_mode(False)  # as in PagePool
     def open_group(self, specs: Sequence[TensorSpec], generation: int) -> PageGroup:
         """Opens a group with space for the page ids of these tensors, even if all their rows are live."""
         slab, room, waits = self._take(self._size(specs))
@@ -496,7 +495,6 @@ class PageTables:
         slab.open_groups.add(group)
         return group
 
-    @torch.inference_mode(False)  # as in PagePool
     def open_fixed_group(self, specs: Sequence[TensorSpec], generation: int) -> PageGroup:
         """Opens a group with a separate slab, for a CUDA graph that repeats the group's plan.
 
@@ -541,6 +539,7 @@ class PageTables:
         self.slabs.append(self._slab(*(GROUPS_PER_SLAB * number for number in size)))
         return self._take(size)
 
+    @torch.inference_mode(False)  # as in PagePool
     def _slab(self, num_entries: int, num_slots: int) -> TableSlab:
         table = torch.zeros(max(1, num_entries), dtype=torch.int64, device=self.device)
         held = torch.zeros(max(1, num_slots), len(Held), dtype=torch.int64, device=self.device)

@@ -76,6 +76,10 @@ class Reserve:
         if any(spec.priority is not Priority.INPUT for spec in specs):
             self._droppable.add(group[0])
 
+    def knows(self, group: GroupKey, specs: Sequence[TensorSpec], *, max_rows: int) -> bool:
+        """Returns whether `learn` with these arguments would change nothing."""
+        return self._stashed.get(group) == (specs, max_rows)
+
     def forget_others(self, groups: set[GroupKey]) -> None:
         """Drops the records of all groups that are not in `groups`. Call it before begin_step."""
         if self._pages.keys() <= groups:

@@ -17,10 +17,10 @@ user can decide.
 
 import enum
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -78,8 +78,8 @@ class StashGroup:
         self._others: list[SavedTensor] = []
         self._marks: list[Mark] = []
         self._elsewhere: set[str] = set()  # devices other than the pool's on which autograd saved rows
-        self._declared: list[torch.UntypedStorage] = []
-        self._kept: list[torch.UntypedStorage] = []
+        self._declared: dict[int, torch.UntypedStorage] = {}  # by address of the storage object
+        self._kept: dict[int, torch.UntypedStorage] = {}
         # Whether max_rows is also the outermost size of a weight, and whether any saved tensor has it as another size.
         self._has_weights = self._has_such_sizes = False
 
@@ -95,7 +95,7 @@ class StashGroup:
         frozen weights. tensors: any shape and dtype; the declaration includes their views.
         """
         if self._group is not None:
-            self._kept += [tensor.untyped_storage() for tensor in tensors]
+            self._kept |= _storages(tensors)
             weights = [tensor for tensor in tensors if tensor.dim() > 1 and tensor.is_floating_point()]
             self._has_weights = self._has_weights or any(row_view(weight, self._max_rows) for weight in weights)
 
@@ -105,7 +105,7 @@ class StashGroup:
         tensors: any shape and dtype; the declaration includes their views. Parameters are never rows.
         """
         if self._group is not None:
-            self._declared += [tensor.untyped_storage() for tensor in tensors]
+            self._declared |= _storages(tensors)
 
     def mark(
         self,
@@ -150,18 +150,19 @@ class StashGroup:
         tensor: any shape and dtype.
         """
         assert self._group is not None, "hooks without a group"
-        # An operator that saves its output creates a new object. Its inputs are also referenced elsewhere.
-        is_given = tensor._base is not None or sys.getrefcount(tensor) > _OWN_REFERENCES
         origin = self._origin(tensor)
         may_have_rows = type(tensor) is Tensor and tensor.device == self._device and origin is not Origin.NOT_ROWS
         rows = row_view(tensor, self._max_rows) if may_have_rows else None
         if tensor.device != self._device and origin is not Origin.NOT_ROWS and row_view(tensor, self._max_rows):
             self._elsewhere.add(str(tensor.device))
-        is_matrix = tensor.dim() > 1 and tensor.is_floating_point() and tensor.layout is torch.strided
-        sizes = tensor.shape if is_matrix else ()
-        self._has_such_sizes = self._has_such_sizes or sizes.count(self._max_rows) > int(rows is not None)
         saved = SavedTensor(self._group, tensor, may_have_rows=may_have_rows)
-        saved.is_unclear = origin is Origin.UNCLEAR or (is_given and tensor.is_leaf and not tensor.requires_grad)
+        if self._takes is RowTensors.GUESSED:
+            # An operator that saves its output creates a new object. Its inputs are also referenced elsewhere.
+            is_given = tensor._base is not None or sys.getrefcount(tensor) > _OWN_REFERENCES
+            is_matrix = tensor.dim() > 1 and tensor.is_floating_point() and tensor.layout is torch.strided
+            sizes = tensor.shape if is_matrix else ()
+            self._has_such_sizes = self._has_such_sizes or sizes.count(self._max_rows) > int(rows is not None)
+            saved.is_unclear = origin is Origin.UNCLEAR or (is_given and tensor.is_leaf and not tensor.requires_grad)
         is_taken = rows is not None and self._takes_rows
         if is_taken or self._hooks is None:
             saved.snapshot = Snapshot.of(tensor, rows)
@@ -189,9 +190,11 @@ class StashGroup:
                 f"autograd saved rows only on {sorted(self._elsewhere)}, but the pool is on {self._device}: the pool "
                 "must be on the device of the experts"
             )
+        if self._takes is RowTensors.DECLARED:
+            return blocks_of(self._with_rows, self._marks)
         self._refuse_unclear()
-        if not self._with_rows and self._takes is RowTensors.GUESSED:
-            shapes = sorted({tuple(saved.view.size) for saved in self._others if saved.may_have_rows})
+        if not self._with_rows:
+            shapes = sorted({tuple(saved.shape) for saved in self._others if saved.may_have_rows})
             if shapes:
                 raise ValueError(
                     f"max_rows is {self._max_rows}, but none of the tensors that autograd saved on {self._device} has "
@@ -207,7 +210,7 @@ class StashGroup:
     def close(self) -> None:
         """Stops collecting and drops all references, because autograd keeps `pack` and thereby this object alive."""
         self._group = self._hooks = None
-        self._with_rows, self._others, self._marks, self._kept, self._declared = [], [], [], [], []
+        self._with_rows, self._others, self._marks, self._kept, self._declared = [], [], [], {}, {}
 
     def _origin(self, tensor: Tensor) -> "Origin":
         """Returns the declared origin of a saved tensor, or, without a declaration, its origin in autograd's graph.
@@ -280,7 +283,8 @@ def is_parameter(tensor: Tensor) -> bool:
 
     tensor: any shape and dtype.
     """
-    return isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter)
+    # The check of nn.Parameter runs Python code, which the host can skip for most tensors.
+    return any(type(one) is not Tensor and isinstance(one, nn.Parameter) for one in (tensor, tensor._base))
 
 
 def origin_of(tensor: Tensor, max_rows: int) -> Origin:
@@ -354,8 +358,7 @@ def _leading_size(node: torch.autograd.graph.Node, index: int) -> int | None:
     return int(metadata[index].shape[0])
 
 
-@dataclass(frozen=True)
-class RowView:
+class RowView(NamedTuple):
     """Byte positions of a tensor's rows in its storage. Row r occupies extent bytes from byte start + r * pitch on."""
 
     start: int
@@ -376,21 +379,25 @@ def row_view(tensor: Tensor, num_rows: int) -> RowView | None:
     """
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         return None
+    if num_rows < 2 or tensor.numel() == 0:
+        return None
+    size = tensor.element_size()
+    if tensor.shape[:1] == (num_rows,) and tensor.is_contiguous():
+        row_bytes = tensor.nbytes // num_rows
+        return RowView(int(tensor.storage_offset()) * size, row_bytes, row_bytes, num_rows)
     wide = [
         (stride, size == num_rows, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size > 1
     ]
-    if num_rows < 2 or tensor.numel() == 0 or not wide:
+    if not wide:
         return None
     pitch, has_rows, _ = max(wide)
     extent = 1 + sum((size - 1) * stride for stride, _, size in wide) - (num_rows - 1) * pitch
     if not has_rows or not 1 <= extent <= pitch:
         return None  # no rows, or rows that share bytes
-    size = tensor.element_size()
     return RowView(int(tensor.storage_offset()) * size, pitch * size, extent * size, num_rows)
 
 
-@dataclass(frozen=True)
-class StorageView:
+class StorageView(NamedTuple):
     """Describes how a tensor views its storage, to rebuild it over a copy of the storage. offset: in elements."""
 
     dtype: torch.dtype
@@ -417,8 +424,7 @@ class StorageView:
         return memory.new_empty(0, dtype=self.dtype).set_(memory.untyped_storage(), offset, self.size, self.stride)
 
 
-@dataclass(frozen=True)
-class Snapshot:
+class Snapshot(NamedTuple):
     """A tensor and its version counter when it was saved or marked. rows: None if it is not a row tensor."""
 
     tensor: Tensor
@@ -472,7 +478,8 @@ class SavedTensor:
     """Object that autograd saves in place of a tensor.
 
     Until the context ends, either `snapshot` contains the tensor, or `packed` the result of the outer hooks. Both
-    remain unchanged if the tensor is not stashed. The bytes of a stashed tensor are restored into `memory`.
+    remain unchanged if the tensor is not stashed. The bytes of a stashed tensor are restored into `memory`, and `view`
+    describes the tensor there.
     """
 
     __slots__ = (
@@ -481,6 +488,7 @@ class SavedTensor:
         "packed",
         "outer_unpack",
         "memory",
+        "shape",
         "view",
         "may_have_rows",
         "is_unclear",
@@ -492,8 +500,9 @@ class SavedTensor:
 
         tensor: any shape and dtype. may_have_rows: False for weights and for tensors of other devices or types.
         """
-        self.group, self.view, self.may_have_rows = group, StorageView.of(tensor), may_have_rows
+        self.group, self.shape, self.may_have_rows = group, tensor.shape, may_have_rows
         self.snapshot: Snapshot | None = None
+        self.view: StorageView | None = None
         self.packed: Any = None
         self.outer_unpack: Callable[[Any], Tensor] | None = None
         self.memory: Any = None
@@ -527,7 +536,7 @@ class SavedTensor:
         return self.snapshot.tensor
 
 
-@dataclass
+@dataclass(eq=False)
 class Block:
     """Rows of one storage that are stashed together, as one TensorSpec. start, end: byte bounds of the first row."""
 
@@ -538,6 +547,7 @@ class Block:
     num_rows: int
     mark: Mark | None = None
     saved: list[SavedTensor] = field(default_factory=list)
+    sources: list["Block"] = field(default_factory=list)  # of the mark's sources, if the tensor is needed
     is_source: bool = False  # whether a tensor that backward uses can be recomputed from it
 
     @staticmethod
@@ -548,12 +558,15 @@ class Block:
         return Block(snapshot.tensor.untyped_storage(), rows.start, rows.end, rows.pitch, rows.num_rows, mark)
 
     @property
+    def priority(self) -> Priority:
+        """Importance of the block's pages."""
+        return Priority.INPUT if self.mark is None else self.mark.priority
+
+    @property
     def spec(self) -> TensorSpec:
-        """TensorSpec that describes the block to the pool."""
-        priority, tokens_per_row = Priority.INPUT, 1
-        if self.mark is not None:
-            priority, tokens_per_row = self.mark.priority, self.mark.tokens_per_row
-        return TensorSpec(self.end - self.start, self.pitch, self.num_rows, priority, tokens_per_row)
+        """TensorSpec that describes the block to the pool, a new one in each call."""
+        tokens_per_row = 1 if self.mark is None else self.mark.tokens_per_row
+        return TensorSpec(self.end - self.start, self.pitch, self.num_rows, self.priority, tokens_per_row)
 
     @property
     def num_bytes(self) -> int:
@@ -592,21 +605,15 @@ def blocks_of(saved: list[SavedTensor], marks: list[Mark]) -> list[Block]:
     located = [(Block.of(one.snapshot), one) for one in saved if one.snapshot is not None]
     # Sorted by first byte, the longest first, so that one pass finds all tensors that fit into one row.
     for found, one in sorted(located, key=lambda pair: (pair[0].start, -pair[0].end)):
-        _check(one.snapshot)
+        assert one.snapshot is not None, "located by its snapshot"
+        one.snapshot.check_unchanged()
         _place(found, blocks).saved.append(one)
     # The least important first, because the sources of a required tensor are required too.
-    for block in sorted(blocks, key=lambda block: -block.spec.priority):
+    for block in sorted(blocks, key=lambda block: -block.priority):
         if block.mark is not None and (block.saved or block.is_source):
-            _check(block.mark.snapshot)
-            for source in block.mark.sources:
-                _need(source, blocks, priority=block.mark.priority)
+            block.mark.snapshot.check_unchanged()
+            block.sources = [_needed(source, blocks, priority=block.mark.priority) for source in block.mark.sources]
     return [block for block in blocks if block.saved or block.is_source]
-
-
-def block_with(snapshot: Snapshot, blocks: list[Block]) -> int | None:
-    """Returns the index of the block that contains a row tensor; None if no block does."""
-    wanted = Block.of(snapshot)
-    return next((index for index, block in enumerate(blocks) if block.holds(wanted)), None)
 
 
 def _place(found: Block, blocks: list[Block]) -> Block:
@@ -626,23 +633,23 @@ def _place(found: Block, blocks: list[Block]) -> Block:
     return found
 
 
-def _need(source: Snapshot, blocks: list[Block], *, priority: Priority) -> None:
-    _check(source)
-    index = block_with(source, blocks)
-    if index is None:
-        blocks.append(Block.of(source))
-        index = -1
-    blocks[index].is_source = True
-    if blocks[index].spec.priority >= priority:
+def _needed(source: Snapshot, blocks: list[Block], *, priority: Priority) -> Block:
+    """Returns the block that contains the source of a tensor with this priority, a new one if no block does."""
+    source.check_unchanged()
+    wanted = Block.of(source)
+    for block in blocks:
+        if block.holds(wanted):
+            break
+    else:
+        block = wanted
+        blocks.append(block)
+    block.is_source = True
+    if block.priority >= priority:
         raise ValueError(
-            f"a source of shape {list(source.tensor.shape)} has priority {blocks[index].spec.priority.name}, and the "
+            f"a source of shape {list(source.tensor.shape)} has priority {block.priority.name}, and the "
             f"tensor recomputed from it has priority {priority.name}: a source must be more important"
         )
-
-
-def _check(snapshot: Snapshot | None) -> None:
-    if snapshot is not None:
-        snapshot.check_unchanged()
+    return block
 
 
 @torch.compiler.disable  # compiled code cannot query autograd
@@ -669,7 +676,10 @@ def say_rows_and_others(rows: Sequence[Tensor], others: Sequence[Tensor | None])
         group.keep(*(tensor for tensor in others if tensor is not None))
 
 
-def _is_among(tensor: Tensor, storages: Sequence[torch.UntypedStorage]) -> bool:
-    if not storages or tensor.layout is not torch.strided:
-        return False
-    return tensor.untyped_storage()._cdata in [storage._cdata for storage in storages]
+def _storages(tensors: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: storage for storage in storages}
+
+
+def _is_among(tensor: Tensor, storages: Mapping[int, torch.UntypedStorage]) -> bool:
+    return bool(storages) and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages

@@ -220,15 +220,16 @@ class PagedStash:
         _check_count(num_rows, max_rows, device=self.pool.device)
         if not isinstance(takes, RowTensors):
             raise ValueError(f"takes ({takes!r}) must be one of {', '.join(map(str, RowTensors))}")
+        hooks = outer_hooks()
+        is_active = self._is_enabled and torch.is_grad_enabled() and not _is_recomputed(hooks) and max_rows >= 2
         with self._keeper.exclusive():
             # The next kernels may write to memory that the copies of the previous group still read: all layers share
             # the buffers of a static dispatch, and the allocator reuses memory that autograd released.
             self._keeper.join()
-        hooks = outer_hooks()
-        if not self._is_enabled or not torch.is_grad_enabled() or _is_recomputed(hooks) or max_rows < 2:
+            group = self._begin(name, backward_is_next=backward_is_next) if is_active else None
+        if group is None:
             yield StashGroup(self.pool.device, max_rows, group=None, hooks=None)
             return
-        group = self._begin(name, backward_is_next=backward_is_next)
         recording = StashGroup(
             self.pool.device,
             max_rows,
@@ -404,16 +405,16 @@ class PagedStash:
         return bool(self.void.item())
 
     def _begin(self, name: str, *, backward_is_next: bool) -> GroupMemory:
-        with self._keeper.exclusive():
-            event = self._next_forward(name)
-            if self._part is None:
-                self._count_forward(name)
-            group = GroupMemory(event, self._keeper.generation)
-            if backward_is_next:
-                self._reserve.learn(event.group, [], max_rows=0)
-            if backward_is_next or self.order.is_backward_next(event):
-                group.phase = Phase.KEPT
-            return group
+        """Begins a group's forward. The caller holds the lock."""
+        event = self._next_forward(name)
+        if self._part is None:
+            self._count_forward(name)
+        group = GroupMemory(event, self._keeper.generation)
+        if backward_is_next:
+            self._reserve.learn(event.group, [], max_rows=0)
+        if backward_is_next or self.order.is_backward_next(event):
+            group.phase = Phase.KEPT
+        return group
 
     def _commit(self, group: GroupMemory, recording: StashGroup, *, num_rows: Tensor | int, max_rows: int) -> None:
         with self._keeper.exclusive():
@@ -422,10 +423,11 @@ class PagedStash:
                 self._capture(self._part, group, blocks=blocks, num_rows=num_rows, max_rows=max_rows)
                 return
             if group.phase is Phase.RECORDING:
-                self._learn(group.event, [block.spec for block in blocks], max_rows=max_rows)
+                specs = [block.spec for block in blocks]
+                self._learn(group.event, specs, max_rows=max_rows)
                 if blocks:
                     count = _count_tensor(num_rows, self.pool.device)
-                    self._keeper.stash(group, blocks, num_rows=count, reserve=self._reserve_of(group.event))
+                    self._keeper.stash(group, blocks, specs, num_rows=count, reserve=self._reserve_of(group.event))
                 else:
                     group.phase = Phase.KEPT
             if group.phase is Phase.KEPT:
@@ -454,7 +456,7 @@ class PagedStash:
             self._check_kept(num_rows, max_rows=max_rows)
             return
         count = _count_tensor(num_rows, self.pool.device)
-        self._keeper.stash(group, blocks, num_rows=count, reserve=part.reserve, is_captured=True)
+        self._keeper.stash(group, blocks, specs, num_rows=count, reserve=part.reserve, is_captured=True)
         # Recomputations of dropped tensors may read other tensors that the forward created.
         part.group = CapturedGroup(name, specs, max_rows, (group.pages, *group.recomputations))
 
@@ -469,6 +471,8 @@ class PagedStash:
 
     def _learn(self, event: StashEvent, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
         if self._num_forwards > _MAX_FORWARDS:
+            return
+        if event.group in self._max_bytes and self._reserve.knows(event.group, specs, max_rows=max_rows):
             return
         self._reserve.learn(event.group, specs, max_rows=max_rows)
         self._max_bytes[event.group] = sum(spec.max_bytes for spec in specs)
