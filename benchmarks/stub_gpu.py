@@ -19,6 +19,7 @@ import subprocess
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -110,7 +111,14 @@ def stub_gpu() -> Iterator[Callable[[], int]]:
     active.get_current_device = _device
     active.get_current_stream = _stream
     driver.set_active(active)
-    with gpu_paths(), _launched_operators():
+    properties = SimpleNamespace(multi_processor_count=132)
+    with (
+        # Launchers ask for the device of their tensors, and for its size.
+        mock.patch.object(torch.Tensor, "get_device", lambda tensor: 0),
+        mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
+        gpu_paths(),
+        _launched_operators(),
+    ):
         yield library.stub_launches
 
 
