@@ -24,6 +24,7 @@ class Layer:
 # The first pattern that matches a module's full name applies.
 LAYERS = (
     Layer(0, "package", r"megatron"),  # the version; imports nothing
+    Layer(0, "kernels", r"megatron\.core\.autograd"),  # torch alone
     # torch and triton alone
     Layer(0, "kernels", r"megatron\.core\.device\.(triton_compile|triton_launch|pinned_memory)"),
     Layer(0, "kernels", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?", step=1),

@@ -34,6 +34,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from megatron.core.autograd import PlainFunction
 from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -454,7 +455,7 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
         self._averages.clear()
 
 
-class _AttachLoss(torch.autograd.Function):
+class _AttachLoss(PlainFunction):
     @staticmethod
     def forward(ctx: Any, activation: Tensor, loss: Tensor, scale: Tensor) -> Tensor:
         # save_for_backward would reject the scale, because the schedule writes it between forward and backward.
@@ -468,7 +469,7 @@ class _AttachLoss(torch.autograd.Function):
         return grad, ctx.scale.to(ctx.loss_dtype, copy=True), None
 
 
-class MoEAuxLossAutoScaler(torch.autograd.Function):
+class MoEAuxLossAutoScaler(PlainFunction):
     """Attaches an auxiliary loss of a custom module: output = MoEAuxLossAutoScaler.apply(output, aux_loss).
 
     The loss receives the gradient factor last set in this process by the schedule or set_loss_scale; the default is 1.
@@ -539,7 +540,7 @@ def with_even_loads(logits: Tensor, *, seed: int) -> Tensor:
     return _StraightThrough.apply(logits, noise)
 
 
-class _StraightThrough(torch.autograd.Function):
+class _StraightThrough(PlainFunction):
     """Returns `noise` in forward, and passes its gradient to `logits` in backward."""
 
     @staticmethod

@@ -17,8 +17,8 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.config_field import require_defaults
 from megatron.core.group_collectives import arriving
 from megatron.core.parallel_state import existing_process_groups
@@ -326,7 +326,7 @@ class RowExchange:
         return running.received
 
 
-class _Start(torch.autograd.Function):
+class _Start(PlainFunction):
     """Launches the exchange in forward; backward completes the exchange that _Wait's backward launched."""
 
     @staticmethod
@@ -335,12 +335,12 @@ class _Start(torch.autograd.Function):
         return exchange.launch(rows, send=exchange.send, receive=exchange.receive)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return ctx.exchange.finish(), None
 
 
-class _Wait(torch.autograd.Function):
+class _Wait(PlainFunction):
     """Completes the exchange in forward; backward launches the gradient exchange, which _Start's backward completes."""
 
     @staticmethod
@@ -350,7 +350,7 @@ class _Wait(torch.autograd.Function):
         return started.view_as(started)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         exchange = ctx.exchange
         exchange.launch(grad, send=exchange.receive, receive=exchange.send)

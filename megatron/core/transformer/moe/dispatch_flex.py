@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed._symmetric_memory as symmetric_memory
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.device import default_device, is_capturing
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
@@ -356,7 +356,7 @@ class _Sent(NamedTuple):
     handle: Any
 
 
-class _Send(torch.autograd.Function):
+class _Send(PlainFunction):
     """Sends tokens with their weights and choices; backward sends both gradients back and sums them for each token."""
 
     @staticmethod
@@ -367,7 +367,7 @@ class _Send(torch.autograd.Function):
         return sent
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor, weights_grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         tokens_grad, weights_grad, _ = ctx.buffer.combine(
             grad.contiguous(), ctx.handle, topk_weights=weights_grad.contiguous()
@@ -375,7 +375,7 @@ class _Send(torch.autograd.Function):
         return tokens_grad, weights_grad, None, None, None
 
 
-class _Return(torch.autograd.Function):
+class _Return(PlainFunction):
     """Sends results back and sums them for each token; backward sends the gradient of the sum to each rank."""
 
     @staticmethod
@@ -385,7 +385,7 @@ class _Return(torch.autograd.Function):
         return combined
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         return ctx.buffer.dispatch(grad.contiguous(), handle=ctx.handle)[0], None, None
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.autograd import PlainFunction
 from megatron.core.device import cpu_alone
 from megatron.core.tensor_parallel.weight_grads import hand_over, has_grad_owner
 from megatron.core.transformer.moe.paged_stash.expert_ops import HAS_TRITON, ops
@@ -78,7 +79,7 @@ def grouped_gemm(
     return _multiply(rows, _matrices(weight, rows, offsets=offsets), offsets=offsets)
 
 
-class _GroupedGemm(torch.autograd.Function):
+class _GroupedGemm(PlainFunction):
     """Grouped GEMM whose backward passes the weight gradient to the weight's gradient owner, if it has one.
 
     Double backward is supported with torch's kernel only.

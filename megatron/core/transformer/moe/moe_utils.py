@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.autograd import PlainFunction
 from megatron.core.config_field import require_defaults
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -517,7 +518,7 @@ def _count_moe_layers(
 # --- Random logits for benchmarks ---
 
 
-class RandomSTE(torch.autograd.Function):
+class RandomSTE(PlainFunction):
     """Replaces logits with noise in forward and passes gradients through to them."""
 
     @staticmethod
@@ -539,7 +540,7 @@ def apply_random_logits(logits: Tensor) -> Tensor:
     return RandomSTE.apply(logits)
 
 
-class RandomSTEShared(torch.autograd.Function):
+class RandomSTEShared(PlainFunction):
     """Adds the same row of noise to the logits of all tokens and passes gradients through to them."""
 
     @staticmethod

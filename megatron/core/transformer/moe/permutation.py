@@ -16,8 +16,8 @@ from typing import Any, NamedTuple, overload
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.transformer.moe_config import CapacityConfig
 
 
@@ -295,7 +295,7 @@ def unpermute_tokens(rows: Tensor, permutation: PermutationMap) -> Tensor:
     return _SumRows.apply(rows, permutation)
 
 
-class _GatherRows(torch.autograd.Function):
+class _GatherRows(PlainFunction):
     """Computes out[r] = x[token_of_row[r]], and the same for the weights of slots.
 
     Backward gathers and sums K rows per token instead of scattering.
@@ -310,7 +310,7 @@ class _GatherRows(torch.autograd.Function):
         return rows, probs.reshape(-1).index_select(0, permutation.slot_of_row)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(
         ctx: Any, grad_rows: Tensor | None, grad_weights: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None]:
@@ -325,7 +325,7 @@ class _GatherRows(torch.autograd.Function):
         return grad_x, grad_probs, None
 
 
-class _SumRows(torch.autograd.Function):
+class _SumRows(PlainFunction):
     """Computes out[t], the sum of x[row_of_slot[t, k]] over the kept k. Backward is a gather."""
 
     @staticmethod
@@ -334,7 +334,7 @@ class _SumRows(torch.autograd.Function):
         return _sum_rows(x, permutation.row_of_slot, kept=permutation.kept)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         (token_of_row,) = ctx.saved_tensors
         return grad.index_select(0, token_of_row), None

@@ -15,9 +15,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -384,7 +384,7 @@ def _times(loss: Tensor, factor: int) -> Tensor:
     return loss if factor == 1 else loss * factor
 
 
-class RouterGatingLinearFunction(torch.autograd.Function):
+class RouterGatingLinearFunction(PlainFunction):
     """Computes inp @ weight.T + bias in router_dtype; saves inp and weight for backward in their original dtypes."""
 
     @staticmethod
@@ -395,7 +395,7 @@ class RouterGatingLinearFunction(torch.autograd.Function):
         return F.linear(inp.to(router_dtype), weight.to(router_dtype), None if bias is None else bias.to(router_dtype))
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None, None]:
         """Returns the gradients of inp, weight and bias, in their dtypes; grad_output: [*, E], float."""
         inp, weight = ctx.saved_tensors
@@ -624,7 +624,7 @@ _SCORES: dict[str, Callable[[Tensor], Tensor]] = {
 # --- The gradient of both softmaxes, as ops.choice_grad ---
 
 
-class _ChosenAndAll(torch.autograd.Function):
+class _ChosenAndAll(PlainFunction):
     """Chooses experts; returns the softmax over the chosen experts, their indices, and the softmax over all experts.
 
     One autograd node computes both softmaxes, so that one kernel computes their gradient without a separate sum.
@@ -640,7 +640,7 @@ class _ChosenAndAll(torch.autograd.Function):
         return weights, indices, scores
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(
         ctx: Any, grad_weights: Tensor | None, _: None, grad_scores: Tensor | None
     ) -> tuple[Tensor | None, None]:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.transformer.moe.paged_stash.operator_library import operator
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -129,7 +129,7 @@ def sum_live_rows(rows: Tensor, *, order: StaticOrder, num_rows: Tensor) -> Tens
     return _SumLiveRows.apply(rows, order, num_rows)
 
 
-class _GatherLiveRows(torch.autograd.Function):
+class _GatherLiveRows(PlainFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, probs: Tensor, order: StaticOrder, num_rows: Tensor) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(order.row_of_slot)
@@ -140,7 +140,7 @@ class _GatherLiveRows(torch.autograd.Function):
         return rows, weights.view(-1)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(
         ctx: Any, grad_rows: Tensor | None, grad_weights: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -153,14 +153,14 @@ class _GatherLiveRows(torch.autograd.Function):
         return grad_x, grad_probs, None, None
 
 
-class _SumLiveRows(torch.autograd.Function):
+class _SumLiveRows(PlainFunction):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: StaticOrder, num_rows: Tensor) -> Tensor:
         ctx.save_for_backward(order.token_of_row, num_rows)
         return _sum(rows, order.row_of_slot)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         source_of_row, num_rows = ctx.saved_tensors
         return _gather(grad, source_of_row, num_rows=num_rows), None, None

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.transformer.moe.paged_stash.activations import ActivationForm, act_gradient_rows, act_rows
 from megatron.core.transformer.moe.paged_stash.operator_library import Register, operator
 from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
@@ -78,7 +78,7 @@ def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
     return product
 
 
-class _GroupedGemm(torch.autograd.Function):
+class _GroupedGemm(PlainFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, offsets: Tensor) -> Tensor:
         needs_grad_x, needs_grad_weight, _ = ctx.needs_input_grad
@@ -90,7 +90,7 @@ class _GroupedGemm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         x, weight, offsets = ctx.saved_tensors
         grad_x = grad_weight = None
@@ -179,7 +179,7 @@ def gated_activation(
     return act
 
 
-class _GatedActivation(torch.autograd.Function):
+class _GatedActivation(PlainFunction):
     @staticmethod
     def forward(ctx: Any, gate_up: Tensor, scale: Tensor | None, num_rows: Tensor, form: ActivationForm) -> Tensor:
         ctx.save_for_backward(gate_up, scale, num_rows)
@@ -189,7 +189,7 @@ class _GatedActivation(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         gate_up, scale, num_rows = ctx.saved_tensors
         grad_gate_up = torch.empty_like(gate_up)
@@ -308,7 +308,7 @@ def add_expert_bias(
     return summed
 
 
-class _AddExpertBias(torch.autograd.Function):
+class _AddExpertBias(PlainFunction):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bias: Tensor, scale: Tensor | None, offsets: Tensor, share: float) -> Tensor:
         ops.add_expert_bias(rows, bias, scale=scale, offsets=offsets, share=share)
@@ -318,7 +318,7 @@ class _AddExpertBias(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         bias, scale, offsets = ctx.saved_tensors
         grad_bias = grad_scale = None
@@ -387,7 +387,7 @@ def add_low_rank(rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, 
     return summed
 
 
-class _AddLowRank(torch.autograd.Function):
+class _AddLowRank(PlainFunction):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, low: Tensor, weight: Tensor, offsets: Tensor, scale: float) -> Tensor:
         ops.add_low_rank(rows, low, weight=weight, offsets=offsets, scale=scale)
@@ -398,7 +398,7 @@ class _AddLowRank(torch.autograd.Function):
         return rows
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, Tensor | None, None, None]:
         low, weight, offsets = ctx.saved_tensors
         grad_low = grad_weight = None

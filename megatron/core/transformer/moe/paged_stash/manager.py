@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.autograd import PlainFunction
 from megatron.core.transformer.moe.paged_stash.arithmetic import peak_pages, resident_groups
 from megatron.core.transformer.moe.paged_stash.group_memory import GroupMemory, Phase
 from megatron.core.transformer.moe.paged_stash.page_layout import (
@@ -247,7 +248,7 @@ def _stash_of(manager: AnyManager | None) -> PagedStash:
 # --- Calls made by a layer ---
 
 
-class PipelinePreScheduleFunction(torch.autograd.Function):
+class PipelinePreScheduleFunction(PlainFunction):
     """Waits for copies before a group's forward and after its backward, which write to memory that copies read."""
 
     @staticmethod
@@ -264,7 +265,7 @@ class PipelinePreScheduleFunction(torch.autograd.Function):
         return grad_output[0], None
 
 
-class PipelinePostScheduleFunction(torch.autograd.Function):
+class PipelinePostScheduleFunction(PlainFunction):
     """Marks the end of a group's forward, after its context stashed the rows. Backward waits for copies here."""
 
     @staticmethod
