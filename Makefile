@@ -1,8 +1,9 @@
 # `make` alone lists the targets. Needs Python >= 3.11, git and make; everything else goes into .venv.
-PYTHON ?= $(firstword $(foreach name,python3 python3.13 python3.12 python3.11,$(shell \
+PYTHON ?= $(firstword $(foreach name,python3 python3.14 python3.13 python3.12 python3.11,$(shell \
 	$(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))) python3)
 VENV := .venv
 IN_VENV := $(VENV)/bin/python
+REQUIREMENTS := requirements/cpu.txt
 SOURCES := $(wildcard megatron benchmarks pretrain_gpt.py model_provider.py gpt_builders.py)
 DATA ?=
 KEY ?=
@@ -12,25 +13,26 @@ OUT ?=
 CALL ?=
 RECORD ?=
 ONLY ?=
+VERSION ?=
 ORDER ?=
 TEST_OPTIONS ?=
 # Three workers, each with one test file at a time: tests wait for ranks and files so often that two leave a core idle.
 PYTEST = $(IN_VENV) -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(if $(ORDER),--order-seed=$(ORDER)) $(TEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock train test test-fast check check-types check-structure structure soak same-losses same-losses-faults mutants gpu docs clean
+.PHONY: help env lock train test test-fast test-torch check check-types check-structure structure soak same-losses same-losses-faults mutants gpu docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 env: $(VENV)/.installed  ## make .venv and install what is pinned
 
-$(VENV)/.installed: requirements/cpu.txt pyproject.toml setup.py
+$(VENV)/.installed: $(REQUIREMENTS) pyproject.toml setup.py
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo 'This project needs Python >= 3.11: make PYTHON=/path/to/python3.11'; exit 1; }
-	@echo 'Installing what requirements/cpu.txt pins into $(VENV) (once, 1 GB or more)'
+	@echo 'Installing what $(REQUIREMENTS) pins into $(VENV) (once, 1 GB or more)'
 	@$(PYTHON) -m venv $(VENV)
-	@$(IN_VENV) -m pip install -qq --requirement requirements/cpu.txt
+	@$(IN_VENV) -m pip install -qq --requirement $(REQUIREMENTS)
 	@$(IN_VENV) -m pip install -qq --no-deps --no-build-isolation --editable .
 	@touch $@
 
@@ -47,6 +49,10 @@ test: env  ## run every test except soak-only ones (ORDER=7: in the random order
 
 test-fast: env  ## run the tests that are not slow
 	$(PYTEST) -m "not slow and not soak"
+
+test-torch:  ## run test-fast on another torch, in an environment of its own: VERSION=2.14.1 makes .venv-torch-2.14.1
+	@$(PYTHON) tests/torch_requirements.py "$(VERSION)" ".venv-torch-$(VERSION)/requirements.txt"
+	@$(MAKE) --no-print-directory VENV=.venv-torch-$(VERSION) REQUIREMENTS=.venv-torch-$(VERSION)/requirements.txt test-fast
 
 check: env  ## format, lint, types and structure, without changing anything
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target check-types check-structure
@@ -85,5 +91,5 @@ docs: env  ## build the documentation as a site into site/
 	@echo 'To read it: $(IN_VENV) -m http.server --directory site, then http://localhost:8000'
 
 clean:  ## remove the environment, caches and build output; keeps runs/ and data/
-	rm -rf $(VENV) build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-torch-* build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

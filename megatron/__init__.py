@@ -6,6 +6,25 @@ from contextlib import suppress
 
 __version__ = "0.1.0"
 
+# The first and the last minor version of torch on which the tests pass. pyproject.toml requires the first.
+TESTED_TORCH = ((2, 11), (2, 14))
+
+
+def torch_range() -> str:
+    """Returns the tested minor versions of torch as text: the first, "to", and the last."""
+    return " to ".join(".".join(map(str, version)) for version in TESTED_TORCH)
+
+
+def untested_torch(version: str) -> str | None:
+    """Returns a warning of one line if this version of torch is older or newer than the tested ones, else None."""
+    first, last = TESTED_TORCH
+    major, minor = version.split(".")[:2]
+    installed = int(major), int(minor)
+    if first <= installed <= last:
+        return None
+    differs = "older" if installed < first else "newer"
+    return f"WARNING: torch {version} is {differs} than the tested versions, {torch_range()} (docs/torch_versions.md)"
+
 
 def conflict_with_megatron_core() -> str | None:
     """Describes NVIDIA's package of the same import name if it is installed, or if its clone is on sys.path.

@@ -9,6 +9,8 @@ from collections.abc import Iterable
 import torch
 from torch import nn
 
+from megatron.core.device.torch_internals import DisableTorchFunctionSubclass
+
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
     """Returns the dimensions of a tensor, sorted from the largest to the smallest stride.
@@ -49,7 +51,7 @@ def check_apart(named: Iterable[tuple[str, torch.Tensor]]) -> None:
     tensor of any shape and dtype, on any device.
     """
     # Tensor subclasses may forbid reading values, but addresses are allowed.
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         _check_apart(named)
 
 

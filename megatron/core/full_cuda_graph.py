@@ -13,10 +13,10 @@ from enum import Enum
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
 from megatron.core.config_field import require_defaults
 from megatron.core.device import CudaGraphs, default_device, rng_tracker
+from megatron.core.device.torch_internals import tree_leaves, tree_map
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.graphs.capture import (
     CaptureFailedError,

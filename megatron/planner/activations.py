@@ -18,6 +18,7 @@ from torch.autograd.graph import _engine_run_backward
 from torch.overrides import TorchFunctionMode
 
 from megatron.core.device import default_device
+from megatron.core.device.torch_internals import storage_id
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 from megatron.core.transformer.activation_offload import SavedTensor
 from megatron.core.transformer.transformer_block import TransformerBlock
@@ -52,7 +53,7 @@ class SavedBytes:
         running module ("" outside all modules) to a kind; defaults to kind_of_module.
         """
         self._running, self._kind_of = RunningModules([model]), kind_of or kind_of_module
-        self._persistent = {tensor.untyped_storage()._cdata for tensor in persistent}
+        self._persistent = {storage_id(tensor.untyped_storage()) for tensor in persistent}
         self._saved: list[tuple[str, ref[Tensor | SavedTensor]]] = []
         blocks = [part for part in model.modules() if isinstance(part, TransformerBlock)]
         self._offloaders = [one for block in blocks if (one := block.arrangement.offloader) is not None]
@@ -73,8 +74,8 @@ class SavedBytes:
         for kind, saved in self._saved:
             kept = saved()
             storage = kept.untyped_storage() if isinstance(kept, Tensor) else None if kept is None else kept.storage
-            if storage is not None and storage._cdata not in seen:
-                seen.add(storage._cdata)
+            if storage is not None and storage_id(storage) not in seen:
+                seen.add(storage_id(storage))
                 found[kind] += storage.nbytes()
         return found
 

@@ -17,9 +17,9 @@ from functools import cached_property
 from typing import Any
 
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from megatron.core.device.torch_internals import storage_id, tree_leaves
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.param_and_grad_buffer import BufferKind, buffer_kind
 from megatron.core.models.gpt import GPTModel
@@ -574,11 +574,11 @@ def _param_spans(chunk: nn.Module, args: argparse.Namespace) -> dict[int, list[_
         kind = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
         start = int(param.storage_offset())
         span = _ParamSpan(start, start + param.numel(), kind.is_expert, tuple(param.shape))
-        found.setdefault(param.untyped_storage()._cdata, []).append(span)
+        found.setdefault(storage_id(param.untyped_storage()), []).append(span)
     assert isinstance(chunk, _BaseDataParallel), "the chunk is wrapped as in a run"
     for buffer in chunk.all_buffers:
-        of_params = found.get(buffer.param_data.untyped_storage()._cdata, [])
-        found[buffer.grad_data.untyped_storage()._cdata] = of_params
+        of_params = found.get(storage_id(buffer.param_data.untyped_storage()), [])
+        found[storage_id(buffer.grad_data.untyped_storage())] = of_params
     return found
 
 
@@ -631,7 +631,7 @@ class _PartRecorder(WorkRecorder):
             # A tensor changed in place is read and written.
             written = args[:1] if func._schema.is_mutable else ()
             leaves = [leaf for leaf in tree_leaves((args, kwargs, written)) if isinstance(leaf, Tensor)]
-            known = [leaf for leaf in leaves if leaf.untyped_storage()._cdata in self._spans]
+            known = [leaf for leaf in leaves if storage_id(leaf.untyped_storage()) in self._spans]
             for leaf in known:
                 self._weight_bytes[self._is_of_experts(leaf)] += leaf.nbytes
             results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
@@ -659,12 +659,12 @@ class _PartRecorder(WorkRecorder):
         """Counts the gradients that an operator accumulates into a buffer, identified by the shapes of its weights."""
         shapes = {tuple(leaf.shape): self._is_of_experts(leaf) for leaf in known}
         for leaf in leaves:
-            if tuple(leaf.shape) in shapes and leaf.untyped_storage()._cdata not in self._spans:
+            if tuple(leaf.shape) in shapes and storage_id(leaf.untyped_storage()) not in self._spans:
                 self._weight_bytes[shapes[tuple(leaf.shape)]] += leaf.nbytes
 
     def _is_of_experts(self, leaf: Tensor) -> bool:
         start = leaf.storage_offset()
-        spans = self._spans[leaf.untyped_storage()._cdata]
+        spans = self._spans[storage_id(leaf.untyped_storage())]
         return any(one.is_expert for one in spans if one.start <= start < one.end)
 
     def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:

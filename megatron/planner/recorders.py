@@ -11,10 +11,9 @@ from weakref import finalize
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
+from megatron.core.device.torch_internals import TorchDispatchMode, storage_id, tree_leaves
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.planner.work import (
@@ -393,10 +392,10 @@ class LiveBytes(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Runs an operator and counts the storages that it allocates."""
         result = func(*args, **(kwargs or {}))
-        given = {storage._cdata for storage in self._storages((args, kwargs))}
+        given = {storage_id(storage) for storage in self._storages((args, kwargs))}
         for storage in self._storages(result):
             # Views of an input allocate nothing.
-            if storage._cdata not in given:
+            if storage_id(storage) not in given:
                 self._note(storage)
         if func.namespace == "c10d":
             for key in given:
@@ -404,7 +403,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def _note(self, storage: torch.UntypedStorage) -> None:
-        key = storage._cdata
+        key = storage_id(storage)
         if key not in self._alive:
             self._alive[key] = storage.nbytes()
             finalize(storage, self._forget, key)

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.device.torch_internals import TorchDispatchMode
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedule import ActionKind, Pipeline, stage_orders
 from megatron.core.pipeline_parallel.transfers import Post, Program, pipeline_programs
@@ -227,8 +227,8 @@ def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
     """Makes fully_shard allocate on the meta device inside the block, and use the CPU's streams, which do nothing.
 
     Changes the FSDP units in place and permanently: their device becomes meta, and they no longer reject meta
-    parameters. Uses private APIs of torch 2.11 to 2.13, because fully_shard has no public option to run on the device
-    of its parameters.
+    parameters. Uses private APIs of torch, because fully_shard has no public option to run on the device of its
+    parameters.
     """
     parts = [part for chunk in model for part in chunk.modules() if isinstance(part, FSDPModule)]
     units = [unit for part in parts for unit in part._get_fsdp_state()._fsdp_param_groups]

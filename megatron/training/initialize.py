@@ -10,8 +10,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from megatron import untested_torch
 from megatron.core import parallel_state
 from megatron.core.config_field import require_defaults
 from megatron.core.device import (
@@ -138,6 +140,8 @@ def start_processes(
         broadcast=broadcast,
     )
     groups = groups_of_script(args) if skip_model_parallel_init else build_groups(args)
+    if warning := untested_torch(torch.__version__):
+        notices.append(warning)
     for notice in notices:
         print_rank_0(notice)
     if not skip_random_seed:

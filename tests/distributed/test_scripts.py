@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import pretrain_gpt
+from megatron import torch_range
 from megatron.core import parallel_state
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators
 from megatron.core.enums import ModelType
@@ -46,7 +47,7 @@ from megatron.training.utils import (
     logical_and_across_model_parallel_group,
     reduce_max_stat_across_model_parallel_group,
 )
-from tests.harness import run_on_ranks
+from tests.harness import launch_on_ranks, run_on_ranks
 
 FLAGS = """
 --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32
@@ -395,3 +396,20 @@ def partial_loads(folder: str) -> tuple[float, float]:
 def test_a_load_that_is_not_strict_keeps_what_the_checkpoint_lacks(tmp_path: Path) -> None:
     ((saved, loaded),) = run_on_ranks(partial_loads, 1, str(tmp_path), backend=None)
     assert saved == loaded > 0
+
+
+def start_on_torch(version: str) -> None:
+    torch.__version__ = version  # the process of this rank ends with the test
+    with script(""):
+        pass
+
+
+@pytest.mark.parametrize(("version", "count"), [("2.11.0", 0), ("2.99.1", 1)])
+def test_the_first_rank_warns_once_of_a_torch_newer_than_the_tested_ones(version: str, count: int) -> None:
+    outcomes = launch_on_ranks(start_on_torch, 2, version, backend=None)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    lines = [line for outcome in outcomes for line in (outcome.stdout + outcome.stderr).splitlines()]
+    warnings = [line for line in lines if version in line]
+    expected = f"WARNING: torch {version} is newer than the tested versions, {torch_range()} (docs/torch_versions.md)"
+    assert warnings == [expected] * count
+    assert warnings == [line for line in outcomes[0].stdout.splitlines() if version in line]

@@ -26,7 +26,7 @@ LAYERS = (
     Layer(0, "package", r"megatron"),  # the version; imports nothing
     Layer(0, "kernels", r"megatron\.core\.autograd"),  # torch alone
     # torch and triton alone
-    Layer(0, "kernels", r"megatron\.core\.device\.(triton_compile|triton_launch|pinned_memory)"),
+    Layer(0, "kernels", r"megatron\.core\.device\.(triton_compile|triton_launch|pinned_memory|torch_internals)"),
     Layer(0, "kernels", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?", step=1),
     Layer(1, "base", r"megatron\.core\.(\w+\.)*enums"),
     Layer(
@@ -35,7 +35,7 @@ LAYERS = (
         r"megatron\.core\.(activations|config_field|dense_memory|device(\..+)?|files|graphs(\..+)?"
         r"|jit|logical_tensors|num_microbatches_calculator|packed_seq_params|rerun_state_machine|timers)",
     ),
-    Layer(1, "base", r"megatron\.version_flag"),
+    Layer(1, "base", r"megatron\.(version_flag|core\.package_info)"),
     Layer(1, "base", r"megatron\.core\.datasets\.utils"),  # values of --split and --data-path
     Layer(1, "base", r"megatron\.core\.transformer\.layer_pattern"),  # and those of --moe-layer-freq
     Layer(2, "config", r"megatron\.core\.(\w+\.)*\w+_config"),

@@ -29,6 +29,7 @@ MARKDOWN = sorted(
     path
     for path in ROOT.rglob("*.md")
     if not {".venv", ".git", "runs", "data", "build", "dist", "site"} & {*path.relative_to(ROOT).parts[:-1]}
+    and not path.relative_to(ROOT).parts[0].startswith(".venv-torch-")
 )
 WRITTEN = [page for page in PAGES if page.name != "flags.md"]  # flags.md is generated from the flag table
 FOLDERS = "megatron|tests|tools|configs|docs|docker|examples|benchmarks|requirements|.ci"

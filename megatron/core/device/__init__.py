@@ -1,7 +1,7 @@
 """Device abstraction for CPU and GPU: devices, memory, streams, random numbers and graphs. Only re-exports.
 
 Calls to torch.cuda belong in this package. The paged stash calls torch.cuda directly, because it imports only
-pinned_memory and triton_compile.
+pinned_memory, torch_internals and triton_compile.
 """
 
 from megatron.core.device.current import (

@@ -19,6 +19,7 @@ from torch import nn
 
 from megatron.core.dense_memory import dense_strides, flat_view, in_order_of
 from megatron.core.device import Writers, keep_for_current_stream
+from megatron.core.device.torch_internals import DisableTorchFunctionSubclass
 from megatron.core.distributed.collectives import Handle, ReductionPolicy, gather_shards_, reduce_bucket_, shard_of
 from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.iteration import CollectiveTrace
@@ -1070,5 +1071,5 @@ class StagedParams:
 def elements_of(part: ParamRange) -> torch.Tensor:
     """Returns a view of the parameter's elements in a range: [part.span.numel], the parameter's dtype."""
     # Bypasses the subclass of a parameter that may not be read yet, because gathered values are written to it.
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         return flat_view(part.param)[part.start : part.start + part.span.numel]

@@ -16,9 +16,8 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_leaves
 
+from megatron.core.device.torch_internals import TorchDispatchMode, dispatch_mode_stack, tree_leaves
 from megatron.core.distributed.bucket_group import Traffic, _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_storage import _ParamAndGradBucket
 from megatron.core.distributed.collectives import shard_of
@@ -330,12 +329,12 @@ class _StaleReads:
     def _enter_outside(self) -> None:
         # Entered only if the stack contains no modes of other code, because modes must be exited in reverse order. A
         # model whose step ended in an error may have left a mode of this class on the stack.
-        modes = _get_current_dispatch_mode_stack()
+        modes = dispatch_mode_stack()
         if self._outside not in modes and all(isinstance(mode, _Watch) and mode.is_outside for mode in modes):
             self._outside.__enter__()
 
     def _leave_outside(self) -> None:
-        if not self._forbidden and _get_current_dispatch_mode_stack()[-1:] == [self._outside]:
+        if not self._forbidden and dispatch_mode_stack()[-1:] == [self._outside]:
             self._outside.__exit__(None, None, None)
 
 

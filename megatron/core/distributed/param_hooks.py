@@ -13,10 +13,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 from torch.autograd.graph import register_multi_grad_hook
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
+
+from megatron.core.device.torch_internals import (
+    call_after_backward,
+    current_autograd_node,
+    current_backward_id,
+    tree_leaves,
+)
 
 
 class ParamHooks:
@@ -62,11 +67,6 @@ def is_watched(param: nn.Parameter) -> bool:
 # The end of a backward.
 
 
-def is_in_backward() -> bool:
-    """Returns whether autograd is running a backward on this thread; a forward inside it is a recomputation."""
-    return torch._C._current_graph_task_id() != -1
-
-
 class BackwardEnd:
     """Calls `before` and then `then` once after each outermost backward in which `note` was called.
 
@@ -85,7 +85,7 @@ class BackwardEnd:
     def note(self) -> None:
         """Records that a backward is running; called in a hook of autograd."""
         self._is_open = True
-        task = torch._C._current_graph_task_id()
+        task = current_backward_id()
         if task != self._task:
             self._task = task
             self._call_back()
@@ -101,10 +101,10 @@ class BackwardEnd:
         self._is_open, self._task = False, None
 
     def _call_back(self, *unused: Any) -> None:
-        Variable._execution_engine.queue_callback(self._at_end)
+        call_after_backward(self._at_end)
 
     def _at_end(self) -> None:
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
         if node is None:
             if self._is_open:
                 self._before()
@@ -131,7 +131,7 @@ class OutermostBackward:
 
     def is_here(self) -> bool:
         """Returns whether the running hook belongs to that backward; False if it has reached no watched output."""
-        return torch._C._current_graph_task_id() == self._task
+        return current_backward_id() == self._task
 
     def _note(self, *unused: Any) -> None:
-        self._task = torch._C._current_graph_task_id()
+        self._task = current_backward_id()

@@ -29,11 +29,10 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 import torch.distributed as dist
 from torch import nn
-from torch.autograd import Variable
 
+from megatron.core.device.torch_internals import call_after_backward, current_backward_id, is_in_backward
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.bucket_group import BucketObserver, ParamState, Traffic, _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_storage import GradState
@@ -41,7 +40,7 @@ from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.grad_hooks import GradHookRunner
 from megatron.core.distributed.iteration import RESET, CollectiveTrace, Iteration, IterationOutcome, MethodNames
 from megatron.core.distributed.launch_sequence import LaunchSequence, ReduceScope, _BackwardPasses
-from megatron.core.distributed.param_hooks import BackwardEnd, is_in_backward
+from megatron.core.distributed.param_hooks import BackwardEnd
 from megatron.core.group_collectives import gather_objects
 from megatron.core.parallel_state import add_sender, remove_sender, senders_beside
 from megatron.core.process_groups_config import group_rank
@@ -322,11 +321,11 @@ class CollectiveScheduler:
         self._sequence.count_gradient(group.number, part=self._passes.groups_with(group.number))
         if not self._overlap:
             return
-        task = torch._C._current_graph_task_id()
+        task = current_backward_id()
         if task != self._last_task:
             self._last_task, self._has_ended = task, False
             if task != -1:
-                Variable._execution_engine.queue_callback(self._note_end)
+                call_after_backward(self._note_end)
         is_complete = group.count_gradient(param) and group.grad_state is GradState.COLLECTING
         if self._defers:
             return

@@ -23,12 +23,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from megatron.core.device.torch_internals import is_in_backward, tree_leaves
 from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.grad_hooks import GradHookRunner
 from megatron.core.distributed.iteration import RESET, Iteration, IterationOutcome, stage_group_of
-from megatron.core.distributed.param_hooks import is_in_backward
 from megatron.core.distributed.torch_fsdp2_shards import ShardedFlatBuffer, Unit, UnitGroup
 from megatron.core.distributed.torch_fsdp2_state import as_fsdp, wait_for_sums, watch_passes
 from megatron.core.process_groups_config import ProcessGroupCollection

@@ -20,9 +20,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo, Train
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from megatron import torch_range
 from megatron.core.device import default_device
+from megatron.core.device.torch_internals import is_in_backward, storage_id
 from megatron.core.distributed.consistency import changed_after_wrapping
-from megatron.core.distributed.param_hooks import is_in_backward
 
 __all__ = [
     "GatheredParams",
@@ -54,7 +55,7 @@ def check_torch() -> None:
     if missing:
         raise ValueError(
             f"torch is {torch.__version__}, whose FSDPModule has no {', '.join(missing)}: use_torch_fsdp2 requires "
-            "torch 2.11 to 2.13; other data-parallel modes, such as use_distributed_optimizer, do not"
+            f"torch {torch_range()}; other data-parallel modes, such as use_distributed_optimizer, do not"
         )
 
 
@@ -142,12 +143,12 @@ class ParamShard:
     @property
     def is_elsewhere(self) -> bool:
         """Whether different data was assigned to the parameter, so that its recorded memory is no longer used."""
-        return self.local.data_ptr() != self._address or self.param.untyped_storage()._cdata != self._storage
+        return self.local.data_ptr() != self._address or storage_id(self.param.untyped_storage()) != self._storage
 
     def note_converted(self) -> None:
         """Records that torch has replaced the storage of the parameter."""
         self._memory: torch.Tensor = self._state._sharded_param_data
-        self._address, self._storage = self.local.data_ptr(), self.param.untyped_storage()._cdata
+        self._address, self._storage = self.local.data_ptr(), storage_id(self.param.untyped_storage())
 
     def take_in(self) -> None:
         """Copies the values of a parameter that has replaced `param`, as load_state_dict(assign=True) does.

@@ -19,7 +19,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from megatron.core.device.torch_internals import tree_flatten, tree_unflatten
 
 # Types of values on the host that a graph may contain. They must be equal in each step.
 CONSTANTS = (bool, int, float, str, type(None))

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.device.torch_internals import FakeTensor
+
 
 @dataclass(frozen=True)
 class Reason:
@@ -193,7 +195,7 @@ def _is_asynchronous(given: Arguments) -> bool:
     Fake tensors are treated as pinned, because they do not store that property.
     """
     host = given["self"] if given["self"].device.type == "cpu" else given["src"]
-    return bool(given["non_blocking"]) and (isinstance(host, torch._subclasses.FakeTensor) or host.is_pinned())
+    return bool(given["non_blocking"]) and (isinstance(host, FakeTensor) or host.is_pinned())
 
 
 def is_elsewhere(given: Arguments) -> bool:

@@ -30,11 +30,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.device.torch_internals import FakeTensor, TorchDispatchMode, current_autograd_node, storage_id
 from megatron.core.graphs.refusals import (
     ADDRESS,
     BAKED,
@@ -108,7 +107,7 @@ class Region:
 
         tensors: any shape and dtype. Each replay overwrites them in place.
         """
-        self.memory.planned |= {tensor.untyped_storage()._cdata for tensor in tensors}
+        self.memory.planned |= {storage_id(tensor.untyped_storage()) for tensor in tensors}
 
     def check_memory(self) -> None:
         """Adds a refusal for memory that is still referenced and was not declared with `keep`.
@@ -239,15 +238,15 @@ class _Memory:
 
     def is_of_region(self, storage: torch.UntypedStorage) -> bool:
         """Returns whether an operator of the region allocated the storage or wrote to it."""
-        return storage._cdata in self._made or storage._cdata in self._written
+        return storage_id(storage) in self._made or storage_id(storage) in self._written
 
     def write(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Records storages that an operator writes to."""
-        self._written.update(storage._cdata for storage in storages)
+        self._written.update(storage_id(storage) for storage in storages)
 
     def is_made(self, storage: torch.UntypedStorage) -> bool:
         """Returns whether an operator of the region allocated the storage."""
-        return storage._cdata in self._made
+        return storage_id(storage) in self._made
 
     def meet(self, storages: Iterable[torch.UntypedStorage]) -> None:
         """Records the storages of an operator's arguments.
@@ -255,18 +254,18 @@ class _Memory:
         Storages that no operator of the region allocated are older than the region.
         """
         for storage in storages:
-            if storage._cdata not in self._made and storage._cdata not in self._older:
-                self._older[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+            if storage_id(storage) not in self._made and storage_id(storage) not in self._older:
+                self._older[storage_id(storage)] = StorageWeakRef(storage), storage.nbytes()
 
     def make(self, operation: str, storages: Iterable[torch.UntypedStorage]) -> None:
         """Records the storages of an operator's results. Storages not seen before were allocated by the operator."""
         for storage in storages:
-            if storage._cdata not in self._made and storage._cdata not in self._older:
-                self._made[storage._cdata] = StorageWeakRef(storage), operation, user_line()
+            if storage_id(storage) not in self._made and storage_id(storage) not in self._older:
+                self._made[storage_id(storage)] = StorageWeakRef(storage), operation, user_line()
 
     def is_resized(self, storage: torch.UntypedStorage) -> bool:
         """Returns whether the storage is older than the region and had a different size then."""
-        _, num_bytes = self._older.get(storage._cdata, (None, storage.nbytes()))
+        _, num_bytes = self._older.get(storage_id(storage), (None, storage.nbytes()))
         return num_bytes != storage.nbytes()
 
     def left_over(self) -> list[tuple[str, SourceLine]]:
@@ -458,11 +457,11 @@ def user_line(frame: FrameType | None = None) -> SourceLine:
     node: Any = None
     while here.f_back is not None and _is_not_users(here.f_code.co_filename):
         if here.f_code.co_name == "_engine_run_backward":
-            node = torch._C._current_autograd_node()
+            node = current_autograd_node()
         here = here.f_back
     if _is_not_users(here.f_code.co_filename):
         # GPU nodes run in an autograd thread, which has no frame of user code.
-        node = torch._C._current_autograd_node()
+        node = current_autograd_node()
     if node is None:
         return SourceLine(here.f_code.co_filename, here.f_lineno)
     forward = node.metadata.get(_FORWARD_LINE) or SourceLine(here.f_code.co_filename, here.f_lineno)

@@ -27,14 +27,10 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
-from torch.utils._pytree import tree_leaves
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron.core.device import rng_state_bytes, set_rng_state_bytes
+from megatron.core.device.torch_internals import TorchDispatchMode, dispatch_mode_stack, storage_id, tree_leaves
 
 _CPU = torch.device("cpu")
 # Operators that only allocate memory. A replay leaves the memory's contents unchanged.
@@ -224,7 +220,7 @@ def _python_calls_patched(recorder: "_Recorder") -> Iterator[None]:
 
 def _refused_outside_operators(read: Callable[..., Any], name: str, *, recorder: "_Recorder") -> Callable[..., Any]:
     def read_in_operators(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if recorder in _get_current_dispatch_mode_stack():
+        if recorder in dispatch_mode_stack():
             raise _read_refused(f"torch.Tensor.{name}")
         return read(tensor, *args, **kwargs)
 
@@ -255,7 +251,7 @@ def _is_plain_index(func: Any, args: tuple[Any, ...]) -> bool:
 
 def _key(tensor: Tensor) -> int:
     # The tape keeps the storages alive, so no two of them have the same address.
-    return tensor.untyped_storage()._cdata
+    return storage_id(tensor.untyped_storage())
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.param_hooks import ParamHooks, is_in_backward, is_watched
+from megatron.core.device.torch_internals import DisableTorchFunctionSubclass, is_in_backward
+from megatron.core.distributed.param_hooks import ParamHooks, is_watched
 from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.optimizer.adam import GradScale
 from megatron.core.optimizer.clip_grads import clip_coefficient_on_device, total_norm
@@ -412,7 +413,7 @@ class KeptGrad(torch.Tensor):
     ) -> Any:
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             raise RuntimeError(_UNSEEN)
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from megatron.core.dense_memory import flat_view
 from megatron.core.device import SideStream
+from megatron.core.device.torch_internals import DisableTorchFunctionSubclass, tree_leaves
 from megatron.core.distributed.bucket_group import ParamState, _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_storage import (
     BucketLifetimeGrads,
@@ -495,7 +495,7 @@ class _Segment:
 
     def find_moved(self) -> Iterator[nn.Parameter]:
         """Yields the parameters whose memory has changed."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             addresses = [param.data_ptr() for param in self.params]
         return (param for param, now, before in zip(self.params, addresses, self._addresses) if now != before)
 
@@ -638,7 +638,7 @@ class AwaitedParameter(nn.Parameter):
                 "DistributedFusedAdam.step and before the gather of its new values, which overlap_param_sync defers to "
                 "the forward of its module: call wait_params([parameter]) or param_sync() first"
             )
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             return func(*args, **(kwargs or {}))
 
 

@@ -25,6 +25,7 @@ from megatron.core.device import (
     rng_tracker,
     set_rng_state_bytes,
 )
+from megatron.core.device.torch_internals import storage_id
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 
@@ -301,8 +302,8 @@ class CheckpointWithoutOutput:
         self._outputs = [tensor.untyped_storage() for tensor in _as_tuple(output)]
         self._output_bytes = [storage.nbytes() for storage in self._outputs]
         # Compares storage objects, because all empty storages have the same address.
-        arguments = {value.untyped_storage()._cdata for value in args if isinstance(value, Tensor)}
-        if any(storage._cdata in arguments for storage in self._outputs):
+        arguments = {storage_id(value.untyped_storage()) for value in args if isinstance(value, Tensor)}
+        if any(storage_id(storage) in arguments for storage in self._outputs):
             # The output shares memory with a saved argument, so freeing it would free the argument.
             self._outputs, self._output_bytes = [], []
         return output

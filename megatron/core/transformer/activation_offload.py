@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.device import CopyStream, host_bytes
+from megatron.core.device.torch_internals import storage_id
 from megatron.core.transformer.offload_config import EXPERT_MODULES, OFFLOAD_MODULES, OffloadConfig
 
 WHOLE_LAYER = "layer"
@@ -80,7 +81,7 @@ class ActivationOffloader:
         """Starts a forward pass. Must be called before the first layer runs."""
         owned = [*self._owner.parameters(), *self._owner.buffers()]
         # Identified by the storage object, because storages on the meta device have no address.
-        self._pass = _Pass(frozenset(tensor.untyped_storage()._cdata for tensor in owned))
+        self._pass = _Pass(frozenset(storage_id(tensor.untyped_storage()) for tensor in owned))
 
     @contextmanager
     def saving(self, layer: int, *, moves: bool) -> Iterator[None]:
@@ -109,12 +110,12 @@ class ActivationOffloader:
 
     def _pack(self, tensor: Tensor, current: "_Pass", *, layer: int, saved: list[tuple["SavedTensor", Tensor]]) -> Any:
         storage = tensor.untyped_storage()
-        if type(tensor) is not Tensor or storage._cdata in current.owned or tensor.device != self._device:
+        if type(tensor) is not Tensor or storage_id(storage) in current.owned or tensor.device != self._device:
             return tensor
-        block = current.blocks.get(storage._cdata)
+        block = current.blocks.get(storage_id(storage))
         if block is None or block.version != tensor._version:
             block = _Block(storage, tensor._version)
-            current.blocks[storage._cdata] = block
+            current.blocks[storage_id(storage)] = block
         current.layers.setdefault(layer, weakref.WeakSet()).add(block)
         block.num_saved += 1
         handle = SavedTensor(block, current, layer=layer, dtype=tensor.dtype, view=_view_of(tensor))

@@ -37,8 +37,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from megatron.core.device.torch_internals import TreeSpec, is_in_backward, tree_flatten, tree_unflatten
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.graphs.capture import CONSTANTS, CaptureFailedError, Graph, GraphDevice, naming_first_error
 from megatron.core.group_collectives import any_rank_sync
@@ -315,7 +315,7 @@ class GraphedRun:
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Runs function(*args, **kwargs) from a graph or eagerly. args, kwargs: any shape and dtype."""
         # Within backward, a recomputed forward runs eagerly, because autograd must save its tensors.
-        if self._manager.uses_graphs and torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1:
+        if self._manager.uses_graphs and torch.is_grad_enabled() and not is_in_backward():
             call = _Call.of(partial(self._inner, function), args, kwargs=kwargs)
             lease = self._take(call)
             if lease is not None:

@@ -21,9 +21,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
+from megatron.core.device.torch_internals import FakeTensorMode
 from megatron.core.dist_checkpointing.errors import every_rank
 from megatron.core.dist_checkpointing.manifest import FileEntry, Manifest, Piece, read_json
 from megatron.core.dist_checkpointing.storage import (

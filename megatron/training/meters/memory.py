@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from megatron.core.device import default_device, device_name, memory_bytes, peak_memory_bytes, total_memory_bytes
+from megatron.core.device.torch_internals import storage_id
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
 from megatron.core.optimizer.state_memory import StateBytes, state_bytes_of
@@ -48,7 +49,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
     tensors: any shape and dtype.
     """
     parts = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors)
-    memory = {part.untyped_storage()._cdata: part.untyped_storage().nbytes() for part in parts}
+    memory = {storage_id(part.untyped_storage()): part.untyped_storage().nbytes() for part in parts}
     return sum(memory.values())
 
 

@@ -20,9 +20,9 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from megatron.core.datasets.indexed_dataset import DataError
+from megatron.core.device.torch_internals import tree_map
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.graphs.capture import CaptureFailedError
 from megatron.core.pipeline_parallel import get_forward_backward_func

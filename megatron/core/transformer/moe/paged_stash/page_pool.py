@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device.pinned_memory import pinned_bytes
+from megatron.core.device.torch_internals import storage_id
 from megatron.core.transformer.moe.paged_stash.cpu_kernels import ops
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     MAX_TENSORS,
@@ -598,7 +599,7 @@ class RestoredMemory:
 
 def _is_free(buffer: Tensor) -> bool:
     # The buffer and the storage object created here count one use each. No public function returns the count.
-    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) == 2
+    return torch._C._storage_Use_Count(storage_id(buffer.untyped_storage())) == 2
 
 
 def use_huge_pages(memory: Tensor) -> None:

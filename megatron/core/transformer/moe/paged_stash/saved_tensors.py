@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from megatron.core.device.torch_internals import storage_id
 from megatron.core.transformer.moe.paged_stash.page_layout import Priority, TensorSpec
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
@@ -579,7 +580,8 @@ class Block:
 
     def is_cut_like(self, other: "Block") -> bool:
         """Returns whether both blocks have the same storage, pitch and number of rows."""
-        return (self.storage._cdata, self.pitch, self.num_rows) == (other.storage._cdata, other.pitch, other.num_rows)
+        is_same_storage = storage_id(self.storage) == storage_id(other.storage)
+        return is_same_storage and (self.pitch, self.num_rows) == (other.pitch, other.num_rows)
 
     def holds(self, other: "Block") -> bool:
         """Returns whether this block contains all bytes of `other`."""
@@ -678,8 +680,8 @@ def say_rows_and_others(rows: Sequence[Tensor], others: Sequence[Tensor | None])
 
 def _storages(tensors: Sequence[Tensor]) -> dict[int, torch.UntypedStorage]:
     storages = [tensor.untyped_storage() for tensor in tensors]
-    return {storage._cdata: storage for storage in storages}
+    return {storage_id(storage): storage for storage in storages}
 
 
 def _is_among(tensor: Tensor, storages: Mapping[int, torch.UntypedStorage]) -> bool:
-    return bool(storages) and tensor.layout is torch.strided and tensor.untyped_storage()._cdata in storages
+    return bool(storages) and tensor.layout is torch.strided and storage_id(tensor.untyped_storage()) in storages

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.device.torch_internals import is_in_backward
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, ReserveRow, footprint, resident_groups
 from megatron.core.transformer.moe.paged_stash.group_memory import (
     GroupMemory,
@@ -528,7 +529,7 @@ def _is_recomputed(hooks: Hooks | None) -> bool:
     """Returns whether this forward is a recomputation, or will be recomputed, so that nothing must be stashed."""
     if hooks is not None and isinstance(hooks[0], FunctionType) and hooks[0].__module__ == "torch.utils.checkpoint":
         return True
-    return torch._C._current_graph_task_id() != -1
+    return is_in_backward()
 
 
 def _unbound(kind: type[PagedStash], device: str, layout: PoolLayout, settings: dict[str, Any]) -> PagedStash:

@@ -54,7 +54,9 @@ def link_installed(packages: list[str], folder: Path) -> None:
             distribution = importlib.metadata.distribution(waiting.pop())
         except importlib.metadata.PackageNotFoundError:
             continue  # required only on other platforms
-        for name in {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}:
+        names = {path.parts[0] for path in distribution.files or ()} - {"..", "__pycache__"}
+        # Packages of a CUDA build of torch share folders, such as nvidia.
+        for name in names - {path.name for path in folder.iterdir()}:
             (folder / name).symlink_to(str(distribution.locate_file(name)))
         required = [requirement for requirement in distribution.requires or () if "extra ==" not in requirement]
         names = {re.split(r"[^\w.-]", requirement)[0] for requirement in required} - seen
