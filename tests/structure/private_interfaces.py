@@ -15,26 +15,26 @@ PAGE = ROOT / "docs" / "torch_versions.md"
 LIBRARIES = ("torch", "triton")
 # Private by their name only: Python documents named tuples, argparse's actions, and the others.
 DOCUMENTED = {"_actions", "_asdict", "_fields"}
+# Of torch's modules, except in files that define one of the same name.
+OF_MODULES = {"_buffers", "_modules", "_parameters"}
 # Their second argument is the name of an attribute.
 BY_NAME = ("getattr", "setattr", "delattr", "hasattr")
 
 
-def listed_interfaces() -> dict[str, tuple[str, set[str]]]:
-    """Returns (versions of torch, files) of each interface in the tables of the page, whose rows begin with both."""
-    rows = re.findall(r"^\| (`.+?) \| (.+?) \| (`.+?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+def listed_interfaces() -> dict[str, set[str]]:
+    """Returns the files of each interface in the tables of the page: the third and the first cell of their rows."""
+    rows = re.findall(r"^\| (`.+?) \| .+? \| (`.+?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return {
-        name: (versions, set(re.findall(r"`([^`]+)`", files)))
-        for names, versions, files in rows
-        for name in re.findall(r"`([^`]+)`", names)
+        name: set(re.findall(r"`([^`]+)`", files)) for names, files in rows for name in re.findall(r"`([^`]+)`", names)
     }
 
 
 def private_interfaces(sources: list[Source]) -> dict[str, set[str]]:
     """Returns the files that use each private interface: a dotted name, or `.name` for an attribute of an object."""
-    own = DOCUMENTED | {name for source in sources for name in _defined(source)}
+    own = (DOCUMENTED | {name for source in sources for name in _defined(source)}) - OF_MODULES
     files: dict[str, set[str]] = defaultdict(set)
     for source in sources:
-        used = set(_used(source, own))
+        used = set(_used(source, own | OF_MODULES & {*_defined(source)}))
         for name in used:
             # A module that is imported, or passed on the way to a longer name, is no use of its own.
             if not any(longer.startswith(f"{name}.") for longer in used):
@@ -98,12 +98,16 @@ def _is_private(part: str) -> bool:
 
 
 def _attribute(node: ast.AST) -> str | None:
-    """Returns the attribute that x.name, getattr(x, "name") and vars(x)["name"] refer to."""
+    """Returns the attribute that x.name, getattr(x, "name"), vars(x)["name"] and vars(x).get("name") refer to."""
     match node:
         case ast.Attribute(attr=name):
             return name
         case ast.Call(func=ast.Name(id=function), args=[_, ast.Constant(value=str(name)), *_]) if function in BY_NAME:
             return name
         case ast.Subscript(value=ast.Call(func=ast.Name(id="vars")), slice=ast.Constant(value=str(name))):
+            return name
+        case ast.Call(
+            func=ast.Attribute(ast.Call(func=ast.Name(id="vars")), "get"), args=[ast.Constant(str(name)), *_]
+        ):
             return name
     return None
