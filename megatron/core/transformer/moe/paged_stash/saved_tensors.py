@@ -29,9 +29,16 @@ from megatron.core.device.torch_internals import storage_id
 from megatron.core.transformer.moe.paged_stash.page_layout import Priority, TensorSpec
 
 Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
-# References to a tensor inside `pack` if no other code refers to it: the caller's, the argument `tensor` of `pack`, and
-# the argument of getrefcount.
-_OWN_REFERENCES = 3
+
+
+def _references_in_a_hook(given: object) -> int:
+    return sys.getrefcount(given)
+
+
+# References to a tensor inside `pack` if no other code refers to it. `map` calls a function as autograd does, with one
+# reference by the caller, one by the argument and, before Python 3.14, one by the argument of getrefcount. The fourth
+# is the tensor's own to its Python object, as long as it is also referenced in C++.
+_OWN_REFERENCES = next(map(_references_in_a_hook, (object() for _ in range(1)))) + 1
 # Nodes that look up rows of their input. Their output is an activation, even if the input is a weight.
 _EMBEDDINGS = {"EmbeddingBackward0", "EmbeddingBagBackward0"}
 _PICKS = {"IndexBackward0", "IndexSelectBackward0", "GatherBackward0"}

@@ -1,5 +1,6 @@
 """Which saved tensors have rows and which share memory, and that tensors of all kinds are restored unchanged."""
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron.core.transformer.moe import paged_stash
 from megatron.core.transformer.moe.paged_stash import Counter, PagePool, PoolLayout
-from megatron.core.transformer.moe.paged_stash.saved_tensors import Origin, origin_of, row_view
+from megatron.core.transformer.moe.paged_stash.saved_tensors import _OWN_REFERENCES, Origin, origin_of, row_view
 from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import LIVE, C, is_empty_sync, make_stash
 
 VIEWS: list[tuple[Callable[[], Tensor], tuple[int, int, int] | None]] = [
@@ -145,3 +146,20 @@ def test_megatrons_names_do_what_they_do_there() -> None:
     assert int(paged_stash.check_paged_stash_overflow(manager=manager)) == 0 and is_empty_sync(manager)
     with pytest.raises(ValueError, match="max_num_tokens"):
         paged_stash.get_paged_stash_context(num_tokens_tensor=count, manager=manager)
+
+
+def test_only_a_given_tensor_has_more_references_in_a_hook_than_an_output() -> None:
+    class Recorder:
+        def __init__(self) -> None:
+            self.counts: list[int] = []
+
+        def pack(self, tensor: Tensor) -> Tensor:
+            self.counts.append(sys.getrefcount(tensor))
+            return tensor
+
+    recorder, x = Recorder(), torch.ones(3, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(recorder.pack, lambda tensor: tensor):
+        x.exp()  # saves its output
+        x.square()  # saves its input
+    output, given = recorder.counts
+    assert output == _OWN_REFERENCES < given
