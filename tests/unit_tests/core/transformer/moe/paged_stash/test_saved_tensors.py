@@ -163,3 +163,15 @@ def test_only_a_given_tensor_has_more_references_in_a_hook_than_an_output() -> N
         x.square()  # saves its input
     output, given = recorder.counts
     assert output == _OWN_REFERENCES < given
+
+
+def test_a_tensor_of_an_operator_itself_is_rows_and_a_given_one_may_be_a_weight() -> None:
+    """The weight has max_rows rows. A dropout's own mask can be no weight; a mask from outside can."""
+    weight, x = nn.Parameter(torch.randn(C, C)), torch.randn(C, C, requires_grad=True)
+    stash = make_stash()
+    with stash.context("own", LIVE, max_rows=C):
+        y = F.dropout(x @ weight, 0.5)
+    y.sum().backward()
+    mask = torch.rand(C, C)
+    with pytest.raises(ValueError, match=r"call group\.keep\(tensor\)"), stash.context("given", LIVE, max_rows=C):
+        y = (x @ weight) * mask
