@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from megatron import torch_range
 from megatron.core.distributed.torch_fsdp2_state import check_torch
 from megatron.core.group_collectives import RemoteRankError
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -437,7 +438,7 @@ def _on_too_old_torch() -> None:
     check_torch()
     delattr(FSDPModule, "set_custom_reduce_scatter")
     with pytest.raises(
-        ValueError, match=r"no set_custom_reduce_scatter: use_torch_fsdp2 requires torch 2\.11 to 2\.13"
+        ValueError, match=f"no set_custom_reduce_scatter: use_torch_fsdp2 requires torch {torch_range()}"
     ):
         wrap_net(Net())
 

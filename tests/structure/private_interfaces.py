@@ -98,11 +98,13 @@ def _is_private(part: str) -> bool:
 
 
 def _attribute(node: ast.AST) -> str | None:
-    """Returns the attribute that x.name, getattr(x, "name"), vars(x)["name"] and vars(x).get("name") refer to."""
+    """Returns the attribute that a node refers to: x.name, getattr(x, "name"), attrgetter("name"), or vars(x)["name"]."""
     match node:
         case ast.Attribute(attr=name):
             return name
         case ast.Call(func=ast.Name(id=function), args=[_, ast.Constant(value=str(name)), *_]) if function in BY_NAME:
+            return name
+        case ast.Call(func=ast.Name(id="attrgetter"), args=[ast.Constant(value=str(name))]):
             return name
         case ast.Subscript(value=ast.Call(func=ast.Name(id="vars")), slice=ast.Constant(value=str(name))):
             return name

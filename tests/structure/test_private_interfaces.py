@@ -58,6 +58,7 @@ def test_interfaces_of_other_versions_are_not_found() -> None:
         ("import triton\ntriton.runtime._allocation", {"triton.runtime._allocation"}),
         ("x.storage()._cdata", {"._cdata"}),
         ("getattr(x, '_base')", {"._base"}),
+        ("attrgetter('_base')(x)", {"._base"}),
         ("vars(x)['_state'], vars(x).get('_old')", {"._state", "._old"}),
         ("module._parameters", {"._parameters"}),
         ("class Own:\n    def _parameters(self): return self._parameters()", set()),

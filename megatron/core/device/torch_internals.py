@@ -3,6 +3,9 @@
 docs/torch_versions.md lists all private interfaces, including those that a single file uses.
 """
 
+from collections.abc import Callable
+from operator import attrgetter
+
 import torch
 from torch import UntypedStorage
 from torch._C import DisableTorchFunctionSubclass
@@ -34,12 +37,10 @@ __all__ = [
 # Calls a function without arguments at the end of the backward pass in which it is called.
 call_after_backward = torch.autograd.Variable._execution_engine.queue_callback
 
+# The address of a storage object, which differs between live storages, even those without memory.
+storage_id: Callable[[UntypedStorage], int] = attrgetter("_cdata")
+
 
 def is_in_backward() -> bool:
     """Returns whether autograd is running a backward on this thread; a forward inside it is a recomputation."""
     return current_backward_id() != -1
-
-
-def storage_id(storage: UntypedStorage) -> int:
-    """Returns the address of the storage object, which differs between live storages, even those without memory."""
-    return storage._cdata

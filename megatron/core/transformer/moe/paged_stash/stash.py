@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.core.device.torch_internals import is_in_backward
+from megatron.core.device.torch_internals import current_backward_id
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, ReserveRow, footprint, resident_groups
 from megatron.core.transformer.moe.paged_stash.group_memory import (
     GroupMemory,
@@ -529,7 +529,7 @@ def _is_recomputed(hooks: Hooks | None) -> bool:
     """Returns whether this forward is a recomputation, or will be recomputed, so that nothing must be stashed."""
     if hooks is not None and isinstance(hooks[0], FunctionType) and hooks[0].__module__ == "torch.utils.checkpoint":
         return True
-    return is_in_backward()
+    return current_backward_id() != -1
 
 
 def _unbound(kind: type[PagedStash], device: str, layout: PoolLayout, settings: dict[str, Any]) -> PagedStash:
