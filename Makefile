@@ -83,7 +83,7 @@ mutants: env  ## put faults into copies of the committed HEAD; tests must notice
 	$(IN_VENV) -m tests.mutants $(if $(BASE),--base $(BASE),$(or $(RECORD),$(VENV)/record)) $(if $(ONLY),--only "$(ONLY)")
 
 # Without `env`: a machine with a GPU brings its own torch, and may have no network.
-gpu:  ## on a machine with a GPU: all checks, three calls of 9 minutes (CALL=1: the first; OUT=folder: results go there)
+gpu:  ## on a machine with a GPU: measure (call A, 480 s), then test (call B, 170 s) (CALL=A or B; OUT=folder of the results)
 	$(or $(wildcard $(IN_VENV)),$(PYTHON)) benchmarks/gpu/run_all.py --resume $(if $(CALL),--call $(CALL)) $(if $(OUT),--out "$(OUT)")
 
 docs: env  ## build the documentation as a site into site/

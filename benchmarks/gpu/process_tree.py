@@ -1,12 +1,13 @@
-"""Runs one program with a time limit and ends all processes that it started. Independent of checks. Linux only.
+"""Finds, interrupts and kills the processes that a check has started. Independent of checks and servers. Linux only.
 
-[Note: who belongs to a program] Ranks of tests and of elastic launchers call setsid, so signals to a process group do
-not reach them, and a process whose parent has ended belongs to init. Two mechanisms find them. First, this process is a
-child subreaper: descendants whose parent ended become its children, so the tree below it is complete. Second, each
-program gets an environment variable that its descendants inherit. /proc shows it even after a process has cleared its
-environment. The variable also identifies processes of a runner that was itself killed.
+[Note: who belongs to a check] Ranks of tests and of elastic launchers call setsid, so signals to a process group do not
+reach them, and a process whose parent has ended belongs to init. Two mechanisms find them. First, the runner is a child
+subreaper: descendants whose parent ended become its children, so the tree below it is complete. Except for its server
+all of them belong to the check that runs. Second, the server has an environment variable that its descendants inherit.
+/proc shows it even after a process has cleared its environment. It also identifies processes of a runner that was
+itself killed.
 
-[Note: order of ending] At its limit a program first shows where it hangs. Processes that have a handler for SIGUSR1,
+[Note: order of ending] At its limit a check first shows where it hangs. Processes that have a handler for SIGUSR1,
 such as the ranks of tests, receive it and print their stacks. The output that they wrote to separate files is copied.
 Then all receive SIGINT, so that Python reports the line and cleans up. Processes that still run after GRACE_SECONDS
 receive SIGKILL.
@@ -15,34 +16,15 @@ receive SIGKILL.
 import ctypes
 import os
 import signal
-import subprocess
-import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 MARK = "GPU_CHECK_PROCESS"
-GRACE_SECONDS = 5.0  # time between SIGINT and SIGKILL; part of a program's limit
-LEAVE_SECONDS = 1.0  # after a normal exit, time for helpers such as fork servers to exit by themselves
+GRACE_SECONDS = 5.0  # time between SIGINT and SIGKILL; part of the limit
 _SHOWN_LINES = 40  # last lines of a descendant's error file to show
 _POLL_SECONDS = 0.05
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # options of prctl
-
-
-@dataclass(frozen=True)
-class Ending:
-    """How a program ended.
-
-    status: its exit status, negative for a signal. timed_out: whether it had to be interrupted. num_orphans: number of
-    descendants that were alive when it ended and were killed.
-    """
-
-    status: int
-    seconds: float
-    timed_out: bool
-    num_orphans: int
 
 
 def adopt_orphans() -> None:
@@ -50,69 +32,32 @@ def adopt_orphans() -> None:
     _prctl(_SET_CHILD_SUBREAPER)
 
 
-def run_program(
-    command: Sequence[str], *, limit: float, log: Path, mark: str, folder: Path, env: Mapping[str, str]
-) -> Ending:
-    """Runs a program and shows its output. Interrupts it GRACE_SECONDS before `limit` and kills it at `limit`.
-
-    Its descendants are also killed, which may take up to 2 * GRACE_SECONDS more. Its output is appended to `log`. mark:
-    a text that is unique to this program. adopt_orphans must have been called.
-    """
-    began = time.monotonic()
-    interrupt_at = began + max(0.0, limit - GRACE_SECONDS)
-    with open(log, "ab") as stream:
-        process = subprocess.Popen(
-            list(command),
-            cwd=folder,
-            env={**env, MARK: mark},
-            stdin=subprocess.DEVNULL,
-            stdout=stream,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=_die_with_parent,
-        )
-    timed_out, num_orphans = False, 0
-    with _Echo(log) as echo:
-        try:
-            while (status := _reap(process)) is None and time.monotonic() < interrupt_at:
-                echo.show()
-                time.sleep(_POLL_SECONDS)
-            if status is None:
-                timed_out = True
-                _interrupt(mark, log)
-                status = _wait(process, until=time.monotonic() + GRACE_SECONDS)
-            else:
-                _wait_for_descendants(mark, until=time.monotonic() + LEAVE_SECONDS)
-        finally:
-            num_orphans = len(set(descendants(mark)) - {process.pid})
-            end_all(mark, keep_status_of=process.pid)
-        if status is None:
-            status = _wait(process, until=time.monotonic() + GRACE_SECONDS)
-        echo.show()
-    return Ending(-signal.SIGKILL if status is None else status, time.monotonic() - began, timed_out, num_orphans)
+def die_with_parent() -> None:
+    """Makes the kernel kill this process when its parent ends."""
+    _prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
 
 
-def end_all(mark: str, *, keep_status_of: int | None = None) -> int:
-    """Kills all descendants of this process and all processes with the mark, and returns their number.
+def end_all(mark: str, *, spare: int | None = None) -> int:
+    """Kills all descendants of this process and all processes with the mark, except `spare`, and returns their number.
 
     Tries for GRACE_SECONDS. A process in an uninterruptible driver call may survive.
     """
     met: set[int] = set()
     until = time.monotonic() + GRACE_SECONDS
     # A process may fork while the list is read, hence more than one pass.
-    while (found := list(descendants(mark))) and time.monotonic() < until:
+    while (found := set(descendants(mark)) - {spare}) and time.monotonic() < until:
         met.update(found)
         for pid in found:
             _send(pid, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
-        _reap_orphans(besides=keep_status_of)
+        reap_orphans(besides=spare)
     return len(met)
 
 
 def descendants(mark: str) -> Iterator[int]:
     """Yields the processes below this process and all processes with the mark.
 
-    See [Note: who belongs to a program].
+    See [Note: who belongs to a check].
     """
     entry = f"{MARK}={mark}".encode()
     parents = _parents()
@@ -155,9 +100,9 @@ def _catches(pid: int, number: int) -> bool:
     return bool(int(caught, 16) >> (number - 1) & 1)
 
 
-def _interrupt(mark: str, log: Path) -> None:
-    """Makes the processes print their stacks, then interrupts them. See [Note: order of ending]."""
-    found = list(descendants(mark))
+def interrupt(mark: str, log: Path, *, spare: int) -> None:
+    """Makes the processes except `spare` print their stacks, then interrupts them. See [Note: order of ending]."""
+    found = set(descendants(mark)) - {spare}
     files = {path for pid in found if (path := _error_file(pid)) is not None and path != log.resolve()}
     shown = [pid for pid in found if _catches(pid, signal.SIGUSR1)]
     for pid in shown:
@@ -196,14 +141,7 @@ def _send(pid: int, number: int) -> None:
         return
 
 
-def _reap(process: "subprocess.Popen[bytes]") -> int | None:
-    """Returns the program's exit status, or None while it runs. Also collects the statuses of adopted orphans."""
-    status = process.poll()
-    _reap_orphans(besides=process.pid if status is None else None)
-    return status
-
-
-def _reap_orphans(besides: int | None = None) -> None:
+def reap_orphans(besides: int | None = None) -> None:
     """Collects the exit statuses of children that have ended, except the child `besides`."""
     for entry in Path(f"/proc/{os.getpid()}/task").glob("*/children"):
         try:
@@ -218,46 +156,8 @@ def _reap_orphans(besides: int | None = None) -> None:
                     continue
 
 
-def _wait(process: "subprocess.Popen[bytes]", *, until: float) -> int | None:
-    while (status := _reap(process)) is None and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)
-    return status
-
-
-def _wait_for_descendants(mark: str, *, until: float) -> None:
-    while list(descendants(mark)) and time.monotonic() < until:
-        time.sleep(_POLL_SECONDS)
-        _reap_orphans()
-
-
-def _die_with_parent() -> None:
-    """Makes the kernel kill the program when this process ends. Runs in the child before the program starts."""
-    _prctl(_SET_PARENT_DEATH_SIGNAL, int(signal.SIGKILL))
-
-
 def _prctl(option: int, value: int = 1) -> None:
     _LIBC.prctl(option, value, 0, 0, 0)
 
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-
-
-class _Echo:
-    """Copies new content of a file to standard output."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-
-    def __enter__(self) -> "_Echo":
-        self._stream: BinaryIO = open(self._path, "rb")
-        self._stream.seek(0, os.SEEK_END)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._stream.close()
-
-    def show(self) -> None:
-        """Copies the content that was added since the last call."""
-        if new := self._stream.read():
-            sys.stdout.write(new.decode(errors="replace"))
-            sys.stdout.flush()

@@ -1,22 +1,49 @@
 """Lists the checks of `make gpu` in order of execution, with the claims that they test. Runs nothing.
 
-Each check is a separate process with a time limit, so that a hang, a crash or a corrupted CUDA context costs only one
-check. A call runs for at most nine minutes, the sum of its limits, because some machines end a command after ten.
-Checks whose failure would explain all other failures come first.
+A check is a module whose main() runs in a process of its own, a fork of a server that has imported the slow modules, so
+that a hang, a crash or a corrupted CUDA context costs only one check. Call A measures what a training step takes, and
+call B tests what the half hour of 2026-11-27 left open. Both fit into the fifteen minutes for which a GPU can be had,
+with its start, and each into the ten minutes of a command. An addition to a call names what it displaces.
 """
 
 import enum
 import shlex
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-CALL_SECONDS = 540
-NUM_CALLS = 3
-# Exit statuses with which a program reports that it needs a GPU, or that something else is missing.
-NEEDS_GPU, NOT_CHECKED = 76, 77
-DRY_RUN = "GPU_CHECKS_DRY_RUN"  # environment variable set by a dry run; only then may a CPU replace the GPU
-RESULT = "RESULT "  # begins an output line with results as a JSON object
+# Seconds of a call, including imports and shutdown.
+CALL_SECONDS = {"A": 480.0, "B": 170.0}
+START_SECONDS, START_REASON = 12.0, "start: the server's imports once, 10.4 s on the H200's machine, and nvidia-smi"
+END_SECONDS, END_REASON = 4.0, "end: kill and report"
+MOST_FILES, MOST_FILE_BYTES, MOST_FOLDERS = 7, 16 << 20, 2  # of the folder of results
+# Slow modules that checks need. None of them uses the GPU on import, since that does not survive a fork. The last one
+# freezes all objects.
+PRELOAD = (
+    "hypothesis",
+    "pytest",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.profiler",
+    "torch.testing",
+    "torch.utils.tensorboard",
+    "triton.language",
+    "pretrain_gpt",
+    "megatron.core.optimizer.triton_adam",
+    "megatron.core.transformer.moe.paged_stash.expert_ops",
+    "tests.harness",
+    "benchmarks.train_step",
+    "benchmarks.gpu.stand_ins",
+    "tests.warm_server",
+)
+# Modules of the runner, a change of which voids no result.
+RUNNER = (
+    "benchmarks.gpu.checks.pytest_run",
+    "benchmarks.gpu.checks.reporting",
+    "benchmarks.gpu.protocol",
+    "benchmarks.gpu.registry",
+    "benchmarks.source",
+    "tests.structure.measure",
+)
 
 
 class State(enum.Enum):
@@ -29,242 +56,304 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """A program to run, with its time limit in seconds, including its shutdown.
+    """A module to run, with its time limit in seconds, including its shutdown.
 
-    call: 1 to NUM_CALLS, or None if it runs only when named. part: heading on the page. claim: the property that a pass
-    shows. words: its command, in which `python` is this interpreter and {out} the folder of results. small: additional
-    arguments in a dry run, which may run on a CPU; None if nothing can be tested without a GPU. kernels: the Triton
-    kernels that it launches. known: evidence without a GPU. is_elastic: may exceed its limit by the unused time of
-    earlier checks.
+    call: a key of CALL_SECONDS, or None if it runs only when named. part: heading on the page. claim: the property that
+    a pass shows. words: the module and its arguments, in which {out} is the folder of results and {seconds} the time
+    until it is interrupted. limit: most seconds, if enough are left. small: additional arguments in a dry run, which
+    may run on a CPU; None if nothing can be tested without a GPU. expected: seconds, which earlier checks leave to it.
+    reason: why it takes them. kernels: the Triton kernels that it launches. known: evidence without a GPU.
     """
 
     name: str
-    call: int | None
+    call: str | None
     part: str
     claim: str
     words: str
     limit: float
     small: str | None = ""
+    expected: float = 0.0
+    reason: str = ""
     kernels: tuple[str, ...] = ()
     known: State = State.NOT_YET
-    is_elastic: bool = False
 
-    def command(self, out: Path, *, is_dry: bool) -> list[str]:
-        """Returns the command line. Python programs print their stacks when they are interrupted."""
+    @property
+    def module(self) -> str:
+        """The module whose main() runs."""
+        return self.words.split()[0]
+
+    def arguments(self, out: Path, *, seconds: float, is_dry: bool) -> list[str]:
+        """Returns the command-line arguments of the module."""
         words = shlex.split(f"{self.words} {self.small or ''}" if is_dry else self.words)
-        first, *rest = [sys.executable if word == "python" else word.format(out=out) for word in words]
-        launcher = ["-m", "benchmarks.gpu.checks.launch"] if words[0] == "python" else []
-        return [first, *launcher, *rest]
+        return [word.format(out=out, seconds=f"{seconds:.0f}") for word in words[1:]]
 
 
-def _program(module: str, *arguments: str) -> str:
-    return " ".join(["python", f"benchmarks.gpu.checks.{module}", *arguments])
+def _check(module: str, *arguments: str) -> str:
+    return " ".join([f"benchmarks.gpu.checks.{module}", *arguments])
 
 
 def _tests(*arguments: str) -> str:
-    """Returns the command that runs tests of tests/gpu, which are skipped without a GPU."""
-    return _program("pytest_run", *(shlex.quote(argument) for argument in arguments))
+    """Returns the words that run tests of tests/gpu, which are skipped without a GPU."""
+    return _check("pytest_run", *(shlex.quote(argument) for argument in arguments))
+
+
+def _any_of(expressions: tuple[str, ...]) -> str:
+    return " or ".join(f"({expression})" for expression in expressions)
 
 
 def _benchmark(name: str) -> str:
-    return f"python benchmarks.gpu.{name} --json {{out}}/{name}_gpu.json --plot {{out}}/{name}_gpu.svg"
+    return f"benchmarks.gpu.{name} --json {{out}}/{name}_gpu.json --plot {{out}}/{name}_gpu.svg"
 
 
-KERNELS = "tests/gpu/test_kernels_against_reference.py"
 PAGES = ("plan_kernel", "copy_kernel", "release_kernel")
 PRODUCTS = ("grouped_gemm_kernel", "weight_grad_kernel")
 ACTIVATIONS = ("act_kernel", "act_gradient_kernel")
 BIASES = ("add_bias_kernel", "bias_grad_kernel", "bias_scale_grad_kernel")
 HEADS = ("rotate_kernel", "rotate_grads_kernel", "sum_partials_kernel")
 ROWS = ("choice_grad_kernel", "count_kernel", "order_kernel", "experts_kernel", "gather_kernel", "sum_kernel")
-FIRST, EACH, STEPS = "First launches", "One small case for each kernel", "Training steps"
-PARTS, COPIES, LONG, BENCHMARKS = "Module graphs and pool growth", "Copies and GEMMs", "Long checks", "Benchmarks"
+ALL = PAGES + PRODUCTS + ACTIVATIONS + BIASES + ROWS + HEADS
+MEASURED, OPEN = "Measured steps", "What the first half hour left open"
+FIRST, STEPS, COPIES = "First launches", "Training steps", "Copies and GEMMs"
+LONG, BENCHMARKS = "Long checks", "Benchmarks"
+# One small case for each kernel.
+CASES = (
+    "pages_rings and bfloat16-1000",
+    "products and bfloat16-1000-False and 129",
+    "activations and swiglu and bfloat16-1000-33",
+    "biases and bfloat16-1000",
+    "gathered and bfloat16-1000-90",
+    "slots and 5000 and dtype0",
+    "experts_of_rows and 33",
+    "choices and 70-6-2",
+    "heads and plain and 128 and dtype1",
+    "remainders",
+    "near_that and params0",
+)
 
 CHECKS = (
-    # Section: call 1.
+    # Section: call A, in the order of its value.
+    Check(
+        "ceilings",
+        "A",
+        MEASURED,
+        "measures copies, a large mm, and microseconds per operator, Triton launch, custom op, Function and graph node",
+        _check("ceilings"),
+        20,
+        "--small",
+        expected=10,
+        reason="two rates and six loops of 0.5 s each, two compilations",
+    ),
+    Check(
+        "qwen_short",
+        "A",
+        MEASURED,
+        "Qwen3-30B-A3B, short sequences: a step of graph + stash + optimizer is faster than plain PyTorch",
+        _check("steps", "short", "--seconds", "{seconds}"),
+        120,
+        "--small",
+        expected=80,
+        reason="five sides: builds of 3 to 5 s, 20 s of compilation in all, 14 steps of 0.07 to 0.5 s",
+    ),
+    Check(
+        "qwen_4096",
+        "A",
+        MEASURED,
+        "Qwen3-30B-A3B, 4096 x 2 tokens: time and reserved memory; kernel table of a replay, host profile of a step",
+        _check("steps", "4096", "--seconds", "{seconds}"),
+        125,
+        "--small",
+        expected=85,
+        reason="five sides as before, compiled already (60 s); both profiles (25 s)",
+    ),
+    Check(
+        "stack48",
+        "A",
+        MEASURED,
+        "one rank of Qwen3-30B-A3B at EP 8, 48 layers: graph + stash reaches an MFU of 36%",
+        _check("stack48", "--seconds", "{seconds}"),
+        175,
+        "--small",
+        expected=130,
+        reason="three sides in turn: 93 GB of states, 35 to 45 s until the first replay, 10 steps of 0.5 s",
+    ),
+    Check(
+        "deepseek",
+        "A",
+        MEASURED,
+        "layers of DeepSeek-V3: dropless steps compared with graph + stash",
+        _check("steps", "deepseek", "--seconds", "{seconds}"),
+        50,
+        "--small",
+        expected=30,
+        reason="two sides: builds of 5 s, 14 steps of 0.16 s, new sizes of four kernels",
+    ),
+    Check(
+        "local_graphs",
+        "A",
+        MEASURED,
+        "measures what graphs of attention and MoE layers gain over eager steps",
+        _check("steps", "local", "--seconds", "{seconds}"),
+        45,
+        "--small",
+        expected=25,
+        reason="two sides: builds of 4 s, four steps of 0.7 s without graphs, 48 captures",
+    ),
+    Check(
+        "kernels_of_later_issues",
+        "A",
+        MEASURED,
+        "measures the bandwidth of the RoPE, row and activation kernels",
+        _check("new_kernels"),
+        60,
+        "--small",
+        expected=50,
+        reason="reserved: an addition names what it displaces",
+    ),
+    # Section: call B, directly after call A on the same machine.
+    Check(
+        "stash_late_streams",
+        "B",
+        OPEN,
+        "random stash operations on delayed streams preserve all bytes",
+        _tests("tests/gpu/test_stash_kernels.py", "-k", "random_operations or two_streams"),
+        40,
+        expected=28,
+        reason="35 s on 2026-11-27 with four more cases, less 10 s of imports",
+        kernels=PAGES,
+        known=State.MODELLED,
+    ),
+    Check(
+        "full_graph",
+        "B",
+        OPEN,
+        "replays of the full-iteration graph are bitwise equal to eager steps: with a stash, with pages on the "
+        "host, and with tensors of both recompute levels recomputed",
+        _check("full_graph", "--steps", "6"),
+        45,
+        expected=28,
+        reason="41 s on 2026-11-27 with 12 steps, less 10 s of imports",
+        known=State.MODELLED,
+    ),
+    Check(
+        "replays",
+        "B",
+        OPEN,
+        "a replay is one launch without waits or allocations, a full pool grows and the step is repeated, and a "
+        "capture that fails or is aborted changes no bit",
+        _tests(
+            "tests/gpu/test_replays_on_gpu.py",
+            "tests/gpu/test_step_graphs_on_gpu.py",
+            "-k",
+            "test_replays_on_gpu or finds_no_pages or capture_that_fails",
+        ),
+        75,
+        expected=60,
+        reason="nine tests of 4 to 6 s, and 12 s of imports for the ranks",
+        known=State.MODELLED,
+    ),
+    Check(
+        "kernels",
+        "B",
+        OPEN,
+        "each kernel agrees with its CPU operator in one small case: bitwise, or to one rounding if it sums",
+        _tests("tests/gpu/test_kernels_against_reference.py", "tests/gpu/test_adam_kernel.py", "-k", _any_of(CASES)),
+        40,
+        expected=25,
+        reason="2 to 5 s for each of six groups of kernels, most of it compilation",
+        kernels=(*ALL, "adam_kernel"),
+        known=State.MODELLED,
+    ),
+    # Section: checks that run only when named, because they passed, or because each takes most of a call or more.
     Check(
         "environment",
-        1,
+        None,
         FIRST,
         "torch, Triton, NCCL, the driver and the tools are installed, and the GPU computes a correct result",
-        _program("environment"),
+        _check("environment"),
         45,
         known=State.NOT_YET,
     ),
     Check(
         "launch_threads",
-        1,
+        None,
         FIRST,
         "Triton kernels can be compiled and launched in the main thread and in autograd's thread",
-        _program("launch_threads"),
+        _check("launch_threads"),
         30,
         known=State.COMPILED,
     ),
     Check(
         "pinned_access",
-        1,
+        None,
         FIRST,
         "kernels read and write pinned host memory by address, and host pages preserve their bytes; also measures "
         "sizes and rates of torch's pinned memory and of ours",
-        _program("pinned_access"),
+        _check("pinned_access"),
         25,
         kernels=PAGES,
         known=State.COMPILED,
     ),
     Check(
         "capture_streams",
-        1,
+        None,
         FIRST,
         "a CUDA graph captures work on two side streams, and replays are bitwise equal to eager execution",
-        _program("capture_streams"),
+        _check("capture_streams"),
         25,
         known=State.MODELLED,
     ),
     Check(
         "nccl_in_capture",
-        1,
+        None,
         FIRST,
         "collectives of a single-rank group run inside a CUDA graph",
-        _program("nccl_in_capture"),
+        _check("nccl_in_capture"),
         35,
         known=State.NOT_YET,
     ),
     Check(
-        "kernels_pages",
-        1,
-        EACH,
-        "page tables, rings of free pages and copied rows are bitwise equal to the results of the CPU operators",
-        _tests(KERNELS, "-k", "pages_rings and bfloat16-1000"),
-        30,
-        kernels=PAGES,
-        known=State.MODELLED,
-    ),
-    Check(
-        "kernels_products",
-        1,
-        EACH,
-        "grouped GEMMs and their gradients are correct to one rounding, and recomputed gate_up is bitwise equal",
-        _tests(KERNELS, "-k", "products and bfloat16-1000-False and 129"),
-        30,
-        kernels=PRODUCTS,
-        known=State.MODELLED,
-    ),
-    Check(
-        "kernels_activations",
-        1,
-        EACH,
-        "activations and their gradients are correct to one rounding, and recomputed act is bitwise equal",
-        _tests(KERNELS, "-k", "activations and swiglu and bfloat16-1000-33"),
-        25,
-        kernels=ACTIVATIONS,
-        known=State.MODELLED,
-    ),
-    Check(
-        "kernels_biases",
-        1,
-        EACH,
-        "expert biases are added correctly, and the gradients of biases and scales are correct to one rounding",
-        _tests(KERNELS, "-k", "biases and bfloat16-1000"),
-        25,
-        kernels=BIASES,
-        known=State.MODELLED,
-    ),
-    Check(
-        "kernels_rows",
-        1,
-        EACH,
-        "slots have the same order as on the CPU, gathered rows are bitwise equal, and sums of rows, gradients, and "
-        "normalized and rotated heads are correct to one rounding",
-        _tests(
-            KERNELS,
-            "-k",
-            "(gathered and bfloat16-1000-90) or (slots and 5000 and dtype0) or (experts_of_rows and 33) "
-            "or (choices and 70-6-2) or (heads and plain and 128 and dtype1)",
-        ),
-        25,
-        kernels=ROWS + HEADS,
-        known=State.MODELLED,
-    ),
-    Check(
-        "kernels_adam",
-        1,
-        EACH,
-        "a step of the Adam kernel agrees with torch, and bf16 with remainders is bitwise equal to the fp32 run",
-        _tests("tests/gpu/test_adam_kernel.py", "-k", "remainders or (near_that and params0)"),
-        25,
-        kernels=("adam_kernel",),
-        known=State.MODELLED,
-    ),
-    Check(
-        "stash_late_streams",
-        1,
-        EACH,
-        "random stash operations on delayed streams preserve all bytes",
-        _tests(
-            "tests/gpu/test_stash_kernels.py",
-            "tests/gpu/test_stash_races.py",
-            "-k",
-            "random_operations or two_streams or (run_that_waits and 0-late and 0.55)",
-        ),
-        60,
-        kernels=PAGES,
-        known=State.MODELLED,
-    ),
-    Check(
         "eager_steps",
-        1,
+        None,
         STEPS,
         "losses of three eager training steps agree with the CPU: a dense model, experts, and experts with a stash",
-        _program("eager_steps"),
+        _check("eager_steps"),
         60,
         known=State.MODELLED,
     ),
     Check(
-        "full_graph",
-        1,
-        STEPS,
-        "replays of the full-iteration graph are bitwise equal to eager steps: with a stash, with pages on the "
-        "host, and with tensors of both recompute levels recomputed",
-        _program("full_graph"),
-        100,
-        "--steps 6",
-        known=State.MODELLED,
-    ),
-    # Section: call 2.
-    Check(
         "module_order",
-        2,
-        PARTS,
+        None,
+        STEPS,
         "module graphs replayed in the order F1 F2 B1 F3 B2 B3 are bitwise equal to eager passes",
-        _program("module_order"),
+        _check("module_order"),
         55,
         known=State.MODELLED,
     ),
     Check(
         "forced_growth",
-        2,
-        PARTS,
+        None,
+        STEPS,
         "a replay without enough pages is retried with a larger pool, and the old pool and the old graph are freed",
-        _program("forced_growth"),
+        _check("forced_growth"),
         45,
         known=State.MODELLED,
     ),
     Check(
         "copy_points",
-        2,
+        None,
         COPIES,
         "stash and restore of large groups reach at least 0.9 times copy_'s rate with unlimited programs (six points)",
-        _program("copy_points"),
+        _check("copy_points"),
         60,
         "--small",
         known=State.NOT_YET,
     ),
     Check(
         "products",
-        2,
+        None,
         COPIES,
         "measures our current and previous grouped GEMM and torch's grouped_mm: rates of forward and of both gradients",
-        _program("products"),
+        _check("products"),
         60,
         "--small",
         kernels=PRODUCTS,
@@ -272,60 +361,55 @@ CHECKS = (
     ),
     Check(
         "product_beside_copies",
-        2,
+        None,
         COPIES,
         "measures how much three GEMMs slow down during copies, with the current and the previous copy programs and "
         "several limits on their number",
-        _program("product_beside_copies"),
+        _check("product_beside_copies"),
         70,
         "--small",
         known=State.NOT_YET,
     ),
     Check(
         "sanitizer_memcheck",
-        2,
+        None,
         LONG,
         "compute-sanitizer finds no access of the kernels outside of allocated memory",
-        "sh tests/gpu/sanitize.sh python memcheck",
-        80,
+        _check("sanitizer", "memcheck"),
+        400,
         known=State.NOT_YET,
-        is_elastic=True,
     ),
     Check(
         "sanitizer_races",
-        2,
+        None,
         LONG,
         "compute-sanitizer finds no shared-memory race and no incorrect barrier in the kernels",
-        "sh tests/gpu/sanitize.sh python racecheck synccheck",
-        80,
+        _check("sanitizer", "racecheck", "synccheck"),
+        400,
         known=State.NOT_YET,
-        is_elastic=True,
     ),
     Check(
         "tests_kernels",
-        2,
+        None,
         LONG,
         "the kernels agree with the CPU operators for all sizes and dtypes",
-        _tests(KERNELS),
-        90,
-        kernels=PAGES + PRODUCTS + ACTIVATIONS + BIASES + ROWS + HEADS,
-        is_elastic=True,
+        _tests("tests/gpu/test_kernels_against_reference.py"),
+        180,
+        kernels=ALL,
         known=State.MODELLED,
     ),
-    # Section: call 3.
     Check(
         "tests_step_graphs",
-        3,
+        None,
         LONG,
         "a hundred replays of whole steps and of module graphs are bitwise equal to eager steps",
         _tests("tests/gpu/test_step_graphs_on_gpu.py", "tests/gpu/test_replays_on_gpu.py"),
-        150,
-        is_elastic=True,
+        500,
         known=State.MODELLED,
     ),
     Check(
         "tests_training",
-        3,
+        None,
         LONG,
         "runs learn, save and resume in each precision, gradients are close to the CPU's, and data parallelism works "
         "on NCCL",
@@ -336,13 +420,12 @@ CHECKS = (
             "tests/gpu/test_symmetric_rows.py",
             "tests/gpu/test_random_streams.py",
         ),
-        110,
-        is_elastic=True,
+        200,
         known=State.NOT_YET,
     ),
     Check(
         "tests_stash",
-        3,
+        None,
         LONG,
         "all tests of the stash pass: every width, delayed streams including in training, captured recomputation",
         _tests(
@@ -351,14 +434,13 @@ CHECKS = (
             "tests/gpu/test_stash_recompute.py",
             "tests/gpu/test_pinned_memory_on_gpu.py",
         ),
-        90,
+        240,
         kernels=PAGES + PRODUCTS + ACTIVATIONS,
-        is_elastic=True,
         known=State.MODELLED,
     ),
     Check(
         "tests_optimizer",
-        3,
+        None,
         LONG,
         "optimizer steps, including captured ones, agree with torch and with eager steps; attention kernels are "
         "close to fp64",
@@ -368,32 +450,29 @@ CHECKS = (
             "tests/gpu/test_optimizer_graph.py",
             "tests/gpu/test_attention_kernels.py",
         ),
-        50,
+        80,
         kernels=("adam_kernel",),
-        is_elastic=True,
         known=State.NOT_YET,
     ),
     Check(
         "trace",
-        3,
+        None,
         LONG,
         "profiles one eager step with a stash: its longest gaps without a launch, each with the host's activity in it",
-        _program("trace", "--trace", "{out}/trace_of_step.json.gz"),
+        _check("trace", "--trace", "{out}/trace_of_step.json.gz"),
         60,
         "--small",
         known=State.NOT_YET,
-        is_elastic=True,
     ),
     Check(
         "launches",
-        3,
+        None,
         LONG,
         "counts the kernels launched per static MoE layer and step, and the operators of the same step on the CPU",
-        _program("launches"),
+        _check("launches"),
         70,
         known=State.NOT_YET,
     ),
-    # Section: benchmarks that run only when named, because each takes most of a call or more.
     Check(
         "stash_copy",
         None,
@@ -433,8 +512,7 @@ CHECKS = (
         None,
         BENCHMARKS,
         "measures memory and time of expert layers with a stash and with alternatives, without a target",
-        "python benchmarks.stash_step --device cuda --tokens 8192 --hidden 2048 --ffn 768 "
-        "--json {out}/stash_step_gpu.json",
+        "benchmarks.stash_step --device cuda --tokens 8192 --hidden 2048 --ffn 768 --json {out}/stash_step_gpu.json",
         60,
         "--device cpu --rounds 1 --layers 3 --tokens 64 --hidden 32 --ffn 16",
         known=State.NOT_YET,
@@ -445,7 +523,7 @@ CHECKS = (
         BENCHMARKS,
         "measures captures of a step, the agreement on its plan, and checks of gradients, each compared with its "
         "previous version; a graph can capture torch's grouped GEMMs only in bf16",
-        _program("host_waits"),
+        _check("host_waits"),
         60,
         known=State.NOT_YET,
     ),
@@ -454,7 +532,7 @@ CHECKS = (
         None,
         BENCHMARKS,
         "measures data parallelism on one GPU, compared with torch's, without a target",
-        "python benchmarks.gpu.ddp --json {out}/ddp_gpu.json",
+        "benchmarks.gpu.ddp --json {out}/ddp_gpu.json",
         60,
         None,
         known=State.NOT_YET,

@@ -27,15 +27,13 @@ def test_the_page_of_results_is_what_the_results_say() -> None:
     assert PAGE.read_text(encoding="utf-8") == page(RESULTS), "run benchmarks/gpu/results_page.py"
 
 
-def run_program(words: list[str]) -> None:
-    """Runs the program of a command line in this process. Its subprocesses are forks, which have torch imported."""
-    words = words[words.index("benchmarks.gpu.checks.launch") + 1 :]
-    module = importlib.import_module(words[0])
+def run_program(module: str, arguments: list[str]) -> None:
+    """Runs a check's module in this process. Its subprocesses are forks, which have torch imported."""
     with (
-        patch.object(sys, "argv", words),
+        patch.object(sys, "argv", [module, *arguments]),
         patch.object(graph_step, "get_context", lambda method: multiprocessing.get_context("fork")),
     ):
-        module.main()
+        importlib.import_module(module).main()
 
 
 @pytest.fixture(scope="module")
@@ -43,8 +41,9 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the folder with the results of a dry run of every program."""
     folder = tmp_path_factory.mktemp("results")
     for name in PROGRAMS:
-        command = next(check for check in CHECKS if check.name == name).command(folder, is_dry=True)
-        (outcome,) = launch_on_ranks(run_program, 1, command, backend=None)
+        check = next(check for check in CHECKS if check.name == name)
+        arguments = check.arguments(folder, seconds=600, is_dry=True)
+        (outcome,) = launch_on_ranks(run_program, 1, check.module, arguments, backend=None)
         assert outcome.exit_code == 0, outcome.stdout + outcome.stderr
     return folder
 

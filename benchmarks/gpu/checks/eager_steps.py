@@ -9,7 +9,7 @@ import time
 
 from benchmarks.gpu.checks.reporting import checked_device, expect, report, without_gpu
 from benchmarks.gpu.checks.training import StashCounts, become_a_rank, losses_of
-from benchmarks.gpu.registry import RESULT
+from benchmarks.gpu.protocol import RESULT
 from tests.distributed.graph_runs import train_here
 from tests.distributed.stash_runs import stash
 from tests.gpu.graph_cases import EXPERTS, Case, argv_of

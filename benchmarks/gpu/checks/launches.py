@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from benchmarks.gpu.checks.device_events import counts_of, launches_of
 from benchmarks.gpu.checks.reporting import checked_device, expect, report, without_gpu
 from benchmarks.gpu.checks.training import become_a_rank
-from benchmarks.gpu.registry import RESULT
+from benchmarks.gpu.protocol import RESULT
 from megatron.core.device import synchronize
 from megatron.training.training import run_step
 from tests.distributed.launch_budget import recorded_launches

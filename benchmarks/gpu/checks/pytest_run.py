@@ -1,4 +1,4 @@
-"""Runs tests of tests/gpu and reports each failure. Takes pytest's arguments."""
+"""Runs tests of tests/gpu and reports each test as a side. Takes pytest's arguments."""
 
 import sys
 from collections import Counter
@@ -6,7 +6,7 @@ from collections import Counter
 import pytest
 from pytest import TestReport
 
-from benchmarks.gpu.checks.reporting import end_without_gpu, report
+from benchmarks.gpu.checks import reporting
 
 
 class Outcomes:
@@ -22,19 +22,19 @@ class Outcomes:
         print(nodeid, flush=True)
 
     def pytest_runtest_logreport(self, report: TestReport) -> None:
-        """Counts each test once: its call, or a failed or skipped setup or teardown."""
+        """Reports each test once: its call, or a failed or skipped setup or teardown."""
         if report.when != "call" and report.passed:
             return
         self.counts[report.outcome] += 1
         self.seconds[report.nodeid] = report.duration
         if report.failed:
             self.failed[report.nodeid] = str(report.longrepr)[-600:]
-        self.tell()
+        reporting.report(side=report.nodeid, outcome=report.outcome, seconds=round(report.duration, 3))
 
-    def tell(self) -> None:
-        """Reports all outcomes so far, so that they are recorded even if the run is killed."""
+    def pytest_sessionfinish(self) -> None:
+        """Reports the number of tests by outcome, all failures and the slowest tests."""
         slowest = sorted(self.seconds.items(), key=lambda pair: -pair[1])[:3]
-        report(**self.counts, failures=self.failed, slowest=dict(slowest))
+        reporting.report(**self.counts, failures=self.failed, slowest=dict(slowest))
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
     options = ["-q", "-s", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
     status = pytest.main([*options, *sys.argv[1:]], plugins=[outcomes])
     if status == 0 and outcomes.counts.total() == outcomes.counts["skipped"] > 0:
-        end_without_gpu(f"{outcomes.counts['skipped']} tests were skipped")
+        reporting.end_without_gpu(f"{outcomes.counts['skipped']} tests were skipped")
     sys.exit(int(status))
 
 

@@ -1,22 +1,26 @@
 """Functions with which a check reports its results, or that it requires a GPU, to the runner. Checks nothing itself."""
 
-import json
 import os
 import sys
 from typing import NoReturn
 
 import torch
 
-from benchmarks.gpu.registry import DRY_RUN, NEEDS_GPU, RESULT
+from benchmarks.gpu.protocol import DRY_RUN, NEEDS_GPU, result_line
 from megatron.core.device import CudaGraphs, default_device, prepare_device
 from megatron.core.graphs.capture import GraphDevice
 from megatron.core.graphs.tape import TapeGraphs
 
 
-def report(**results: object) -> None:
-    """Prints results for the record of this check. May be called several times."""
-    # The output may be in the middle of a line, as with pytest after each test.
-    print(f"\n{RESULT}{json.dumps(results)}", flush=True)
+def report(*, side: str | None = None, **results: object) -> None:
+    """Prints results, which the runner records immediately. May be called several times.
+
+    side: name of the side that was measured, whose results are recorded separately.
+    """
+    # One write, which output of other processes cannot split. It begins with a line end because the output may be in
+    # the middle of a line, as with pytest after each test.
+    sys.stdout.write(f"\n{result_line(results, side=side)}\n")
+    sys.stdout.flush()
 
 
 def expect(holds: bool, claim: str) -> None:
