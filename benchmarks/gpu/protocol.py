@@ -15,9 +15,9 @@ RESULT = "RESULT "  # begins a result line
 SIDE = "side"
 
 
-def result_line(results: Mapping[str, Any], *, side: str | None = None) -> str:
+def result_line(results: Mapping[str, Any]) -> str:
     """Returns a result line without line ends."""
-    return RESULT + json.dumps({**({} if side is None else {SIDE: side}), **results})
+    return RESULT + json.dumps(results)
 
 
 def result_of(line: str) -> tuple[str | None, dict[str, Any]] | None:

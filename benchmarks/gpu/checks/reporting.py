@@ -12,14 +12,14 @@ from megatron.core.graphs.capture import GraphDevice
 from megatron.core.graphs.tape import TapeGraphs
 
 
-def report(*, side: str | None = None, **results: object) -> None:
+def report(**results: object) -> None:
     """Prints results, which the runner records immediately. May be called several times.
 
-    side: name of the side that was measured, whose results are recorded separately.
+    `side` names the side that was measured, whose results are kept apart from those of others.
     """
     # One write, which output of other processes cannot split. It begins with a line end because the output may be in
     # the middle of a line, as with pytest after each test.
-    sys.stdout.write(f"\n{result_line(results, side=side)}\n")
+    sys.stdout.write(f"\n{result_line(results)}\n")
     sys.stdout.flush()
 
 
