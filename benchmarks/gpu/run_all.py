@@ -68,7 +68,7 @@ from benchmarks.gpu.registry import (  # noqa: E402
 from benchmarks.gpu.results_page import PAGE, RESULTS, page  # noqa: E402
 from benchmarks.source import CodeBase, commit_of_tree  # noqa: E402
 
-SHOWN_LINES, MAX_LINE_CHARACTERS, MAX_SIDES = 60, 400, 16
+SHOWN_LINES, MAX_LINE_CHARACTERS, MAX_SIDES = 60, 400, 12
 STACK_LINES = 240  # for an interrupted check, whose threads and ranks print stacks
 LEAST_SECONDS = 2 * GRACE_SECONDS  # minimum time left for starting a check
 LEAVE_SECONDS = 1.0  # after a normal exit, time for helpers such as fork servers to exit by themselves
@@ -185,9 +185,9 @@ class Runner:
         where = self._where
         print(f"\n{where.device}, torch {where.torch}, commit {where.commit or 'unknown'}, {where.date}")
         for record in self._ended.values():
-            print(f"{record.check:24}{record.verdict:20}{record.seconds:6.0f} s  {_shown(record.results)}"[:200])
+            print(f"{record.check:24}{record.verdict:20}{record.seconds:6.0f} s  {_shown(record.results)}"[:280])
             for side, results in list(record.sides.items())[:MAX_SIDES]:
-                print(f"    {side}: {_shown(results)}"[:200])
+                print(f"    {side}: {_shown(results)}"[:280])
         excess = [] if self._folder == RESULTS else [*files_beyond_limits(self._folder)]
         print("\n".join(excess), flush=True)
         failures = {verdict for verdict in Verdict if verdict.is_failure}

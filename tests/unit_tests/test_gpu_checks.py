@@ -3,6 +3,7 @@
 Runners are separate processes, because they adopt orphans and wait for all of their children.
 """
 
+import ast
 import json
 import os
 import random
@@ -117,6 +118,16 @@ def test_each_kernel_that_is_launched_has_a_small_case() -> None:
         if line.startswith("def ") and line.partition("(")[0].endswith("_kernel")
     }
     assert launched == set(next(check.kernels for check in CHECKS if check.name == "kernels"))
+
+
+def test_the_module_of_each_check_has_a_main_function() -> None:
+    paths = {ROOT / f"{check.module.replace('.', '/')}.py" for check in CHECKS}
+    found = {
+        path: {node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)}
+        for path in paths
+        if path.exists()
+    }
+    assert len(found) >= 18 and all("main" in names for names in found.values())
 
 
 def collected(selections: Sequence[Sequence[str]]) -> list[list[str]]:

@@ -130,7 +130,12 @@ def stash_on_the_host() -> None:
     report(mib=ROWS * WIDTH / 2**20, stash_gb_s=moved / to_host, restore_gb_s=moved / from_host)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Compares the allocators if there is a GPU, and checks host pages."""
     if DEVICE.type == "cuda":
         compare_allocators()
     stash_on_the_host()
+
+
+if __name__ == "__main__":
+    main()
