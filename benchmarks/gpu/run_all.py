@@ -35,6 +35,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+_BEGAN = time.monotonic()  # before the imports of this project, which count as part of the first call
 ROOT = Path(__file__).resolve().parent.parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
@@ -72,6 +73,7 @@ SHOWN_LINES, MAX_LINE_CHARACTERS, MAX_SIDES = 60, 400, 12
 STACK_LINES = 240  # for an interrupted check, whose threads and ranks print stacks
 LEAST_SECONDS = 2 * GRACE_SECONDS  # minimum time left for starting a check
 LEAVE_SECONDS = 1.0  # after a normal exit, time for helpers such as fork servers to exit by themselves
+COLLECT_SECONDS = 1.0  # after a kill, time until the server knows the exit status
 PRELOAD_SECONDS = 60.0
 POLL_SECONDS = 0.05
 LOG_BYTES = 1 << 19  # of a check's output that output.log keeps
@@ -81,7 +83,6 @@ STATUSES = {0: Verdict.PASSED, NEEDS_GPU: Verdict.NEEDS_GPU, NOT_CHECKED: Verdic
 
 def main(checks: Sequence[Check] = CHECKS, *, preload: Sequence[str] = PRELOAD) -> None:
     """Runs the checks selected on the command line and prints how each ended."""
-    began = time.monotonic()
     options = parse_options(checks)
     if options.list:
         print(schedule(checks))
@@ -102,16 +103,21 @@ def main(checks: Sequence[Check] = CHECKS, *, preload: Sequence[str] = PRELOAD) 
     with Runner(options.out.resolve(), where=where, preload=preload, has_gpu=device is not None) as runner:
         runner.clear_up()
         decided = runner.decided() if options.resume else {}
-        if options.only:
-            named = [check for check in checks if check.name in options.only]
-            runner.run(named, deadline=began + START_SECONDS + sum(check.limit for check in named))
-        else:
-            for call in [options.call] if options.call else CALL_SECONDS:
-                print(schedule(checks, call), flush=True)
-                seconds = CALL_SECONDS[call] if options.seconds is None else options.seconds
-                deadline = began + factor * seconds - END_SECONDS
-                runner.run([check for check in checks if check.call == call], deadline=deadline, decided=decided)
-                began = time.monotonic()
+        try:
+            if options.only:
+                named = [check for check in checks if check.name in options.only]
+                runner.run(named, deadline=_BEGAN + START_SECONDS + sum(check.limit for check in named))
+            else:
+                began = _BEGAN
+                for call in [options.call] if options.call else CALL_SECONDS:
+                    print(schedule(checks, call), flush=True)
+                    seconds = CALL_SECONDS[call] if options.seconds is None else options.seconds
+                    deadline = began + factor * seconds - END_SECONDS
+                    runner.run([check for check in checks if check.call == call], deadline=deadline, decided=decided)
+                    began = time.monotonic()
+        except KeyboardInterrupt:
+            print("the runner was told to end", flush=True)
+            sys.exit(runner.report() or 1)
     if options.out.resolve() == RESULTS:
         PAGE.write_text(page(RESULTS))
     sys.exit(runner.report())
@@ -271,7 +277,7 @@ class Runner:
             watch.run(program, limit=limit)
         except KeyboardInterrupt:
             self._end_check(check, watch, Verdict.INTERRUPTED)
-            sys.exit(self.report())
+            raise
         if watch.has_lost_server:
             self._end_server()
         self._end_check(check, watch, watch.verdict)
@@ -363,7 +369,7 @@ class Watch:
     def _collect(self) -> None:
         """Waits for the status of a killed check."""
         try:
-            self._wait(time.monotonic() + GRACE_SECONDS)
+            self._wait(time.monotonic() + COLLECT_SECONDS)
         except ServerEnded:
             self.has_lost_server = True
         if self.status is None:

@@ -33,7 +33,7 @@ START = """
 from benchmarks.gpu import process_tree, run_all
 from benchmarks.gpu.registry import Check
 process_tree.GRACE_SECONDS = run_all.GRACE_SECONDS = run_all.LEAVE_SECONDS = {grace}
-run_all.LEAST_SECONDS = 2 * {grace}
+run_all.LEAST_SECONDS = run_all.END_SECONDS = 2 * {grace}
 checks = [
     Check(name, call, "part", "", words, limit, expected=expected) for name, call, words, limit, expected in {checks!r}
 ]
@@ -376,19 +376,25 @@ def test_a_server_that_ends_costs_one_check(tmp_path: Path) -> None:
     assert records[0].results == {"error": "its server ended, and the check with it"}
 
 
-@pytest.mark.parametrize("import_time", ["os.abort()", "raise OSError('libcuda.so.1')", "value = 7"])
-def test_checks_are_forks_of_a_server_that_has_tried_the_imports_once(tmp_path: Path, import_time: str) -> None:
-    count = f"open('{tmp_path}/imports', 'a').write(f'{{os.getpid()}} ')"
-    (tmp_path / "slow.py").write_text(f"import os\n{count}\n{import_time}\n")
-    body = "import slow\nassert slow.value == 7"
-    checks = [Fake(name, module(tmp_path, name, body)) for name in ("one", "two")]
+# What an import does, and how many processes then import the module.
+IMPORTS = {
+    "works": ("pass", 1),
+    "crashes": ("os.abort()", 3),
+    "fails": ("raise OSError('libcuda.so.1')", 3),
+    "uses the GPU": ("kept, sys.modules['__main__']._USED_BY_CUDA = open(__file__), __file__", 3),
+}
+
+
+@pytest.mark.parametrize("name", IMPORTS)
+def test_checks_are_forks_of_a_server_that_has_tried_the_imports_once(tmp_path: Path, name: str) -> None:
+    text, count = IMPORTS[name]
+    note = f"open('{tmp_path}/imports', 'a').write(f'{{os.getpid()}} ')"
+    (tmp_path / "slow.py").write_text(f"import os, sys\n{note}\n{text}\n")
+    checks = [Fake(name, module(tmp_path, name, "import slow")) for name in ("one", "two")]
     _, records = run(checks, tmp_path, preload=["slow"])
-    verdict = Verdict.PASSED if "value" in import_time else Verdict.FAILED
-    assert [record.verdict for record in records] == [verdict] * 2
-    # If the import fails, each check tries it too, and reports the error.
-    assert len(pids_in(tmp_path / "imports")) == (1 if verdict is Verdict.PASSED else 3)
-    if "libcuda" in import_time:
-        assert records[0].results == {"error": "OSError: libcuda.so.1"}
+    assert len(pids_in(tmp_path / "imports")) == count
+    errors = {"crashes": "ended by SIGABRT", "fails": "OSError: libcuda.so.1"}
+    assert [record.results.get("error") for record in records] == [errors.get(name)] * 2
 
 
 def test_a_call_that_runs_out_of_time_leaves_the_rest_to_the_next_run(tmp_path: Path) -> None:
@@ -420,16 +426,16 @@ def test_a_check_that_failed_before_makes_a_resumed_run_fail_too(tmp_path: Path)
 def test_a_check_may_use_time_that_is_left_over_but_not_what_later_ones_need(tmp_path: Path) -> None:
     endless = module(tmp_path, "endless", "time.sleep(600)")
     checks = [
-        Fake("first", endless, limit=2 + GRACE),
+        Fake("first", endless, limit=1 + GRACE),
         Fake("second", endless, limit=60),
-        Fake("last", module(tmp_path, "quick", "time.sleep(0.5)"), expected=3),
+        Fake("last", module(tmp_path, "quick", "time.sleep(0.3)"), expected=2),
     ]
     began = time.monotonic()
-    _, records = run(checks, tmp_path, "--call", "A", "--seconds", "14")
-    assert time.monotonic() - began < 14
+    _, records = run(checks, tmp_path, "--call", "A", "--seconds", "8")
+    assert time.monotonic() - began < 8
     assert [record.verdict.value for record in records] == ["timed out", "timed out", "passed"]
-    # END_SECONDS, 3 s for the last check, and the start of Python are not available.
-    assert records[0].seconds < 3.5 and 2.5 < records[1].seconds < 14 - END_SECONDS - 3 - 2
+    # 2 s for the last check, the first check's time and the start of Python are not available.
+    assert records[0].seconds < 1 + 3 * GRACE and 2 < records[1].seconds < 8 - 2 - 1
 
 
 def test_output_is_shortened_and_too_many_files_are_an_error(tmp_path: Path) -> None:
