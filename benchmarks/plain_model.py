@@ -1,4 +1,4 @@
-"""Implements the reference model of the CPU benchmarks in plain PyTorch, without imports from this project.
+"""Implements the reference model of the benchmarks in plain PyTorch, without imports from this project.
 
 Experts run one after another, or as one grouped GEMM. Grouped experts may be spread over ranks.
 """
@@ -28,25 +28,47 @@ class PlainConfig:
     grouped: bool = False
     # Shard the experts over the ranks of the default group. Requires `grouped`.
     expert_parallel: bool = False
+    # Number of heads of keys and values, and width of a head. None: as many as queries, and hidden_size / num_heads.
+    num_groups: int | None = None
+    head_width: int | None = None
+    # Normalize queries and keys.
+    qk_norm: bool = False
+    # Number of experts that the router scores, if it is not num_experts. Requires choices in PlainGroupedMoE.forced.
+    num_scores: int | None = None
+
+    @property
+    def width(self) -> int:
+        """Width of a head."""
+        return self.head_width or self.hidden_size // self.num_heads
 
 
 class PlainAttention(nn.Module):
-    """Causal self-attention with rotary positions. Rows of `qkv` are ordered by head: query, key, value."""
+    """Causal self-attention with rotary positions.
+
+    Rows of `qkv` are ordered by group of heads: the group's queries, its key, its value.
+    """
 
     def __init__(self, config: PlainConfig) -> None:
         super().__init__()
-        self.num_heads, self.width = config.num_heads, config.hidden_size // config.num_heads
-        self.qkv = nn.Linear(config.hidden_size, 3 * config.hidden_size, bias=False)
-        self.proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
+        self.num_heads, self.width = config.num_heads, config.width
+        self.num_groups = config.num_groups or config.num_heads
+        rows = (self.num_heads + 2 * self.num_groups) * self.width
+        self.qkv = nn.Linear(config.hidden_size, rows, bias=False)
+        self.proj = nn.Linear(self.num_heads * self.width, config.hidden_size, bias=False)
+        self.q_norm, self.k_norm = (
+            nn.RMSNorm(self.width, eps=config.norm_epsilon) if config.qk_norm else nn.Identity() for _ in range(2)
+        )
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Applies attention to x, [B, S, H]. cos, sin: [S, D], float. Returns [B, S, H]."""
-        batch, seq, hidden = x.shape
-        qkv = self.qkv(x).view(batch, seq, self.num_heads, 3, self.width)
-        q, k, v = (t.transpose(1, 2) for t in qkv.unbind(dim=3))  # [B, N, S, D]
+        batch, seq, _ = x.shape
+        qkv = self.qkv(x).view(batch, seq, self.num_groups, -1, self.width)
+        q, k, v = qkv[..., :-2, :].flatten(2, 3), qkv[..., -2, :], qkv[..., -1, :]
+        q, k, v = (t.transpose(1, 2) for t in (self.q_norm(q), self.k_norm(k), v))  # [B, N, S, D]
         q, k = rotate(q, cos=cos, sin=sin), rotate(k, cos=cos, sin=sin)
-        context = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.proj(context.transpose(1, 2).reshape(batch, seq, hidden))
+        is_grouped = self.num_groups != self.num_heads
+        context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+        return self.proj(context.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class PlainExpert(nn.Module):
@@ -86,14 +108,18 @@ class PlainMoE(nn.Module):
 
 
 class PlainGroupedMoE(nn.Module):
-    """PlainMoE with rows sorted by expert. fc1: [E, 2 * F, H] and fc2: [E, H, F], for this rank's experts."""
+    """PlainMoE with rows sorted by expert. fc1: [E, 2 * F, H] and fc2: [E, H, F], for this rank's experts.
+
+    forced: experts that are used instead of the router's choices, [T, K], int64, below num_experts; or None.
+    """
 
     def __init__(self, config: PlainConfig) -> None:
         super().__init__()
         self.config = config
         self.ranks = dist.get_world_size() if config.expert_parallel else 1
         experts = config.num_experts // self.ranks
-        self.router = nn.Linear(config.hidden_size, config.num_experts, bias=False)
+        self.router = nn.Linear(config.hidden_size, config.num_scores or config.num_experts, bias=False)
+        self.forced: Tensor | None = None
         self.fc1 = nn.Parameter(torch.empty(experts, 2 * config.ffn_hidden_size, config.hidden_size))
         self.fc2 = nn.Parameter(torch.empty(experts, config.hidden_size, config.ffn_hidden_size))
         for weight in (self.fc1, self.fc2):
@@ -104,9 +130,11 @@ class PlainGroupedMoE(nn.Module):
         tokens = x.reshape(-1, x.shape[-1])
         scores, chosen = self.router(tokens).topk(self.config.topk, dim=-1)
         weights = scores.softmax(dim=-1).flatten()
-        order = chosen.flatten().argsort(stable=True)
+        chosen = (chosen if self.forced is None else self.forced).flatten()
+        order = chosen.argsort(stable=True)
         token = order.div(self.config.topk, rounding_mode="floor")
-        counts = torch.bincount(chosen.flatten(), minlength=self.config.num_experts)
+        # Unlike bincount, does not make the host wait for a GPU.
+        counts = chosen.new_zeros(self.config.num_experts).scatter_add_(0, chosen, torch.ones_like(chosen))
         if self.ranks == 1:
             rows = self.experts(tokens[token], counts)
         else:
@@ -188,22 +216,24 @@ class PlainModel(nn.Module):
         self.layers = nn.ModuleList(PlainLayer(config) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
         self.output = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self._tables: tuple[Tensor, Tensor] | None = None
 
     def forward(self, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Returns the mean loss, [], float. input_ids, labels: [B, S], int64."""
         x = self.embedding(input_ids)
         # Like x and not like a weight: while gathers are pending, weights may only be read in their module's forward.
-        cos, sin = rotary_tables(self.config, input_ids.shape[1], like=x)
+        # Cached, because the copy of new tables would make the host wait for a GPU.
+        if self._tables is None or self._tables[0].shape[0] != input_ids.shape[1] or self._tables[0].dtype != x.dtype:
+            self._tables = rotary_tables(self.config, input_ids.shape[1], like=x)
         for layer in self.layers:
-            x = layer(x, cos, sin)
+            x = layer(x, *self._tables)
         logits = self.output(self.norm(x))
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def rotary_tables(config: PlainConfig, seq_length: int, *, like: Tensor) -> tuple[Tensor, Tensor]:
     """Returns cos and sin, each [S, D], with the dtype and device of `like`."""
-    width = config.hidden_size // config.num_heads
-    frequencies = config.rotary_base ** -(torch.arange(0, width, 2, dtype=torch.float64) / width)
+    frequencies = config.rotary_base ** -(torch.arange(0, config.width, 2, dtype=torch.float64) / config.width)
     angles = torch.outer(torch.arange(seq_length, dtype=torch.float64), frequencies).repeat(1, 2)
     return angles.cos().to(like), angles.sin().to(like)
 

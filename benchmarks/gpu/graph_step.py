@@ -1,74 +1,60 @@
-"""Compares training steps with fixed-size expert buffers, a stash and a CUDA graph with eager dropless steps.
+"""Builds, warms up and measures the training steps of one side in this process.
 
-    python benchmarks/gpu/graph_step.py [--rounds 3] [--steps 3] [--json FILE] [--plot FILE.svg] [--shapes NAME ...]
-    python benchmarks/gpu/graph_step.py --small     # a tiny shape, also on the CPU, with a tape instead of a graph
+A side trains with flags of pretrain_gpt.py, as rank 0 of 8 whose other ranks are stand-ins (see stand_ins.py), or is
+the plain PyTorch model of plain_model.py. Its routing is forced: balanced, or skewed towards this rank, and different
+in every step. checks/steps.py runs sides one after another, and checks/side_workers.py provides their processes.
 
-Each side is a process that trains with flags of pretrain_gpt.py, as rank 0 of 8 whose other ranks are stand-ins (see
-stand_ins.py). Its routing is forced: balanced, or skewed towards this rank, and different in every step. Sides
-share the GPU's memory and take turns. If not all fit, they run in groups, each including the base.
+[Note: plain PyTorch] The plain side has the same layers, tokens, routed rows and experts as one rank, in bf16 with
+weights and fused AdamW's states in bf16. It uses F.grouped_mm, F.scaled_dot_product_attention and nn.RMSNorm. Each
+choice of an expert of another rank is replaced by a choice of one of this rank's experts, so that the experts receive
+the rows that balanced ranks would send. Unlike this framework's sides, it neither moves rows between ranks nor has
+fp32 gradients and master weights, so it has less work.
 
-ms       device time of a step, median
-time x   relative to the eager dropless step, median over rounds
-MiB      peak of torch's allocator since the process started; reserved: peak allocated from the device
-memory x peak relative to dropless, both without the bytes that dropless allocates between steps (weights, gradients,
-         states)
-at most  (phi + w c / S), which memory x must not exceed: phi is pages over live rows, w is 1 + prefetched layers, c is
-         capacity over live rows, and S is the number of layers
-recomputed, on host, discarded: recomputed tensors, pages on the host, and discarded attempts in the last step
-
-Sides that fail, for example for lack of memory, are named, and the exit status is 1. Has not been run on a GPU yet.
+[Note: steady memory] The reserved bytes of a side are the peak of reserved memory during steps that follow the warm-up,
+after the allocator's cache was emptied. Eager warm-up steps and the capture, which reserve more, are reported apart,
+and so is the part of the reserved memory that belongs to graphs.
 """
 
-import argparse
-import os
+import gc
 import statistics
-import sys
-import traceback
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
-from multiprocessing import get_context
-from multiprocessing.connection import Connection
-from pathlib import Path
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent.parent
-if str(ROOT) not in sys.path:
-    sys.path.insert(0, str(ROOT))  # a clone works without installation
-
-from benchmarks.gpu.chart import Kind, Panel, drawing  # noqa: E402
-from benchmarks.gpu.record import Target, benchmark_parser, report_targets, require_device, write_record  # noqa: E402
-from benchmarks.gpu.shapes import (  # noqa: E402
-    BASE,
-    CAPACITY,
-    PREFETCH,
-    RANKS,
-    ROUTINGS,
-    SHAPES,
-    SMALL,
-    Routing,
-    Shape,
-    Side,
-    sides_of,
+from benchmarks.gpu.shapes import CAPACITY, RANKS, ROUTINGS, Routing, Shape, Side, sides_of
+from benchmarks.gpu.stand_ins import TABLES, Choices, ForcedRouting, join_stand_ins, shares_of_layers
+from benchmarks.plain_model import PlainConfig, PlainGroupedMoE, PlainModel
+from benchmarks.train_step import build_run
+from megatron.core import parallel_state
+from megatron.core.device import (
+    cuda_memory_snapshot,
+    default_device,
+    mark_time,
+    memory_bytes,
+    prepare_device,
+    release_cached_memory,
+    seconds_between,
 )
-from benchmarks.gpu.stand_ins import TABLES, Choices, ForcedRouting, join_stand_ins, shares_of_layers  # noqa: E402
-from benchmarks.train_step import build_run  # noqa: E402
-from megatron.core.device import default_device, mark_time, memory_bytes, seconds_between  # noqa: E402
-from megatron.core.full_cuda_graph import FullCudaGraphWrapper  # noqa: E402
-from megatron.core.graphs.tape import TapeGraphs  # noqa: E402
-from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
-from megatron.core.transformer.moe.paged_stash import Counter  # noqa: E402
-from megatron.training import setup  # noqa: E402
-from megatron.training.run import TrainingRun  # noqa: E402
-from megatron.training.training import run_step  # noqa: E402
+from megatron.core.distributed import DistributedDataParallel
+from megatron.core.full_cuda_graph import FullCudaGraphWrapper
+from megatron.core.graphs.tape import TapeGraphs
+from megatron.core.num_microbatches_calculator import destroy_num_microbatches_calculator
+from megatron.core.transformer.cuda_graphs import CudaGraphManager
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.paged_stash import Counter
+from megatron.training import setup
+from megatron.training.command_line.published import publish_run
+from megatron.training.run import TrainingRun
+from megatron.training.training import run_step
 
-TIME_TARGET = 0.75
-WARM_STEPS = 5  # including a graph's warm-up steps and its capture
+WARM_STEPS = 4  # two eager steps, a capture and a replay
+SETTLING_STEPS = 1  # after the cache was emptied, not timed
 MOST_ROWS = 0.95  # fraction of a buffer, so that no step is discarded
-PATIENCE_SECONDS = 180
-PRELOAD = ["benchmarks.train_step", "benchmarks.gpu.stand_ins"]
 
 
 @dataclass(frozen=True)
@@ -84,173 +70,119 @@ class Case:
         """Distribution of the rows."""
         return ROUTINGS[self.routing_name]
 
+    @property
+    def sides(self) -> dict[str, Side]:
+        """Sides by name."""
+        return sides_of(self.routing)
+
     def __str__(self) -> str:
         return f"{self.name}, {self.routing_name}"
 
 
-@dataclass(frozen=True)
-class Measurement:
-    """Times and memory of a side's steps.
+@dataclass
+class Stepper:
+    """A side that is ready to train.
 
-    seconds: time of each step. peak, reserved: peak bytes allocated and reserved. held: bytes allocated between steps.
-    again, on_host, voids: stash counters of the last step.
+    step: trains one step. check: raises RuntimeError if steps are not what the side claims. counters: returns counts of
+    the last step by name.
     """
 
-    seconds: list[float]
-    peak: int
-    reserved: int
-    held: int
-    again: int = 0
-    on_host: int = 0
-    voids: int = 0
+    device: torch.device
+    step: Callable[[], None]
+    check: Callable[[], None] = lambda: None
+    counters: Callable[[], dict[str, int]] = dict
 
 
 @dataclass
-class Process:
-    """A side's process and its results so far. error: reason why there are no further results."""
+class Steps:
+    """Measured steps of a side. seconds: of each step, by round. memory: of the last round; counters: maxima."""
 
-    name: str
-    process: Any
-    connection: Connection
-    rounds: list[Measurement]
-    error: str | None = None
+    seconds: list[list[float]] = field(default_factory=list)
+    memory: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, int] = field(default_factory=dict)
 
-    def ask(self, steps: int) -> None:
-        """Requests this number of steps, or the end for 0. `take` returns the result."""
-        if self.error is None:
-            try:
-                self.connection.send(steps)
-            except OSError as error:
-                self.error = f"its process has ended: {error}"
+    @property
+    def median(self) -> float:
+        """Median seconds of a step."""
+        return statistics.median(second for one in self.seconds for second in one)
 
-    def take(self) -> Measurement | None:
-        """Returns the next result, or None if there will be none, including after a timeout."""
-        if self.error is not None:
-            return None
-        try:
-            answer = self.connection.recv() if self.connection.poll(PATIENCE_SECONDS) else "no answer in time"
-        except EOFError:
-            answer = "its process ended without an answer"
-        if isinstance(answer, Measurement):
-            return answer
-        self.error = str(answer)
-        self.process.terminate()
-        return None
+    @property
+    def spread(self) -> float:
+        """Largest relative distance of a round's median from the median."""
+        return max(abs(statistics.median(one) / self.median - 1) for one in self.seconds)
 
 
-def main() -> None:
-    """Measures, prints and writes the results. Exits with status 1 if a target is missed or a side fails."""
-    options = parse_options()
-    device = require_device(options)
-    records, targets = [], []
-    for case in cases_of(options):
-        record = record_of(case, rounds=options.rounds, steps=options.steps)
-        print_case(case, record)
-        records.append(record)
-        # The CPU does not count allocations, and the limit is not meaningful for steps of this size.
-        targets += [] if options.small else targets_of(case, record)
-        # After each case, so that an interrupted run loses only the current case.
-        write_record(options.json, {"cases": records}, device=device, targets=targets)
-    if options.plot is not None:
-        options.plot.write_text(plot(records))
-    failed = [line for record in records for line in record["sides"].values() if "error" in line]
-    sys.exit(not report_targets(targets) or len(failed) > 0)
-
-
-def cases_of(options: argparse.Namespace) -> list[Case]:
-    """Returns the cases that the command line selects."""
-    shapes = SMALL if options.small else {name: SHAPES[name] for name in options.shapes}
-    return [Case(name, shape, routing) for name, shape in shapes.items() for routing in options.routings]
-
-
-def record_of(case: Case, *, rounds: int, steps: int) -> dict[str, Any]:
-    """Measures all sides of a case and returns their results."""
-    sides = sides_of(case.routing)
-    lines: dict[str, dict[str, Any]] = {}
-    for batch in batches(sides, at_once=case.shape.at_once):
-        processes = measure(case, batch, rounds=rounds, steps=steps)
-        lines = {**lines_of(case, batch, processes=processes), **lines}
-    # The terms of the memory limit, and the distribution of rows.
-    settings = {"c": CAPACITY, "w": 1 + PREFETCH, "S": case.shape.layers, **asdict(case.routing)}
-    ordered = {name: lines[name] for name in sides}
-    return {"case": str(case), "shape": asdict(case.shape), "settings": settings, "sides": ordered}
-
-
-def batches(sides: Mapping[str, Side], *, at_once: int) -> list[dict[str, Side]]:
-    """Splits the sides into groups that fit into memory, each including the base."""
-    others = [name for name in sides if name != BASE]
-    starts = range(0, len(others), at_once - 1)
-    return [{name: sides[name] for name in (BASE, *others[start : start + at_once - 1])} for start in starts]
-
-
-def measure(case: Case, sides: Mapping[str, Side], *, rounds: int, steps: int) -> list[Process]:
-    """Starts the processes of these sides, lets them train in turns, and ends them."""
-    processes = [start(name, case, flags=side.flags) for name, side in sides.items()]
-    for process in processes:
-        process.take()
-    for number in range(rounds + 1):
-        # The order alternates, so that no side has an advantage.
-        for process in processes if number % 2 else processes[::-1]:
-            process.ask(steps)
-            measurement = process.take()
-            if measurement is not None and number > 0:
-                process.rounds.append(measurement)
-    for process in processes:
-        process.ask(0)
-    for process in processes:
-        process.process.join()
-    return processes
-
-
-def start(name: str, case: Case, *, flags: str) -> Process:
-    """Starts the process of one side."""
-    context = get_context("forkserver")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve, args=(theirs, case), kwargs={"flags": flags}, daemon=True)
-    process.start()
-    theirs.close()
-    return Process(name, process, ours, [])
-
-
-def serve(connection: Connection, case: Case, *, flags: str) -> None:
-    """Builds and warms up the side, then runs the requested numbers of steps until 0 arrives. Sends errors as text."""
-    torch.set_num_threads(1)
+@contextmanager
+def started_side(case: Case, side: Side) -> Iterator[Stepper]:
+    """Builds a side and yields its steps. Afterwards all of its state can be freed (see `free_memory`)."""
+    if not dist.is_initialized():
+        join_stand_ins(RANKS)
+    if side.flags is None:
+        yield plain_stepper(case)
+        return
     try:
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-            run, routing = build(case, flags)
-            warm = run_steps(run, routing, steps=WARM_STEPS)
-            check_graph(run)
-            connection.send(warm)
-            while steps := connection.recv():
-                connection.send(run_steps(run, routing, steps=steps))
-    except (RuntimeError, ValueError, OSError, AssertionError, SystemExit) as error:
-        traceback.print_exc()
-        connection.send(f"{type(error).__name__}: {str(error)[:500]}")
+        run, routing = build(case, side.flags)
+        yield stepper_of(run, routing)
+        for chunk in run.model:
+            if isinstance(chunk, DistributedDataParallel):
+                # Its hooks on parameters are held by autograd, which would keep parameters and gradients.
+                chunk.release()
+    finally:
+        publish_run(None)
+        parallel_state.destroy_model_parallel()
+        destroy_num_microbatches_calculator()
+
+
+def stepper_of(run: TrainingRun, routing: ForcedRouting) -> Stepper:
+    """Returns the steps of a run. Each has a different routing."""
+
+    def step() -> None:
+        routing.advance()
+        run_step(run)
+
+    return Stepper(run.device, step, lambda: check_graph(run), lambda: counters_of(run))
 
 
 def build(case: Case, flags: str) -> tuple[TrainingRun, ForcedRouting]:
     """Builds the run that pretrain_gpt.py would train, and the routing that its routers follow."""
-    join_stand_ins(RANKS)
+    if not dist.is_initialized():
+        join_stand_ins(RANKS)
     if default_device().type == "cpu":
         setup.graph_device = TapeGraphs
     run = build_run(*case.shape.flags.split(), *flags.split())
     routers = [layer.router for chunk in run.model for layer in chunk.modules() if isinstance(layer, MoELayer)]
-    return run, ForcedRouting(routers, tables_of(case).to(run.device))
+    return run, ForcedRouting(routers, tables_of(case, run.device))
 
 
 def check_graph(run: TrainingRun) -> None:
     """Raises RuntimeError if steps that should replay a graph do not, because a run would continue without it."""
     graph = run.steps.graph
-    if isinstance(graph, FullCudaGraphWrapper) and (graph.failure is not None or graph.num_graphs == 0):
+    if graph is not None and (graph.failure is not None or graph.num_graphs == 0):
         raise RuntimeError(f"no graph was captured in {WARM_STEPS} steps: {graph.failure}")
 
 
-def tables_of(case: Case) -> torch.Tensor:
+def counters_of(run: TrainingRun) -> dict[str, int]:
+    """Returns the number of graphs, and the stash's counts of recomputed tensors, host pages and discarded attempts."""
+    graph = run.steps.graph
+    found = {"graphs": graph.num_graphs} if isinstance(graph, FullCudaGraphWrapper | CudaGraphManager) else {}
+    step = None if run.expert_memory is None else run.expert_memory.last_step
+    if step is None or step.layout is None:
+        return found
+    return {
+        **found,
+        "recomputed": step.counters[Counter.DROPPED_ACT] + step.counters[Counter.DROPPED_GATE_UP],
+        "host_pages": step.counters[Counter.SPILLED_PAGES],
+        "discarded": step.num_discards,
+    }
+
+
+def tables_of(case: Case, device: torch.device) -> Tensor:
     """Returns the expert choices of all layers for each routing, which steps cycle through.
 
-    The result is [TABLES, layers, T, K], int64.
+    The result is [TABLES, layers, T, K], int64, on the device, because a CPU would take 8 s for the largest shape.
     """
-    shape, routing, generator = case.shape, case.routing, torch.Generator().manual_seed(1)
+    shape, routing = case.shape, case.routing
+    generator = torch.Generator(device).manual_seed(1)
     choices = Choices(shape.seq, shape.topk, shape.num_experts, num_own=shape.num_own, unevenness=routing.unevenness)
     most = MOST_ROWS * min(CAPACITY, RANKS * shape.num_own / shape.topk)
     turns = [
@@ -260,121 +192,101 @@ def tables_of(case: Case) -> torch.Tensor:
     return torch.stack([torch.stack([choices.draw(share, generator) for share in shares]) for shares in turns])
 
 
-def run_steps(run: TrainingRun, routing: ForcedRouting, *, steps: int) -> Measurement:
-    """Runs and measures training steps. A step ends at the device's position when the host has finished the step."""
-    marks = [mark_time(run.device)]
-    for _ in range(steps):
-        routing.advance()
-        run_step(run)
-        marks.append(mark_time(run.device))
-    seconds = [seconds_between(*pair) for pair in zip(marks, marks[1:])]
-    memory = memory_bytes(run.device)
-    peak = memory.get("max_allocated", memory["peak_rss"])
-    measured = Measurement(seconds, peak, memory.get("max_reserved", peak), memory.get("allocated", 0))
-    step = None if run.expert_memory is None else run.expert_memory.last_step
-    if step is None or step.layout is None:
-        return measured
-    again = step.counters[Counter.DROPPED_ACT] + step.counters[Counter.DROPPED_GATE_UP]
-    return replace(measured, again=again, on_host=step.counters[Counter.SPILLED_PAGES], voids=step.num_discards)
-
-
-def lines_of(case: Case, sides: Mapping[str, Side], *, processes: Sequence[Process]) -> dict[str, dict[str, Any]]:
-    """Returns the results of sides that were measured together, or only the error of sides that failed."""
-    base = next(process for process in processes if process.name == BASE)
-    lines: dict[str, dict[str, Any]] = {}
-    for process in processes:
-        if process.error is not None or base.error is not None:
-            lines[process.name] = {"error": process.error or f"{BASE} failed"}
-            continue
-        side = sides[process.name]
-        lines[process.name] = {
-            "label": side.label,
-            "flags": side.flags,
-            "most_memory_x": side.most_memory(case.shape, case.routing),
-            **figures_of(process.rounds, base.rounds),
-            "rounds": [asdict(one) for one in process.rounds],
-        }
-    return lines
-
-
-def figures_of(own: Sequence[Measurement], base: Sequence[Measurement]) -> dict[str, float]:
-    """Returns medians over the steps and rounds, and ratios to the base."""
-    medians = [[statistics.median(one.seconds) for one in rounds] for rounds in (own, base)]
-    kept = max(one.held for one in base)
-    return {
-        "ms": 1e3 * statistics.median(seconds for one in own for seconds in one.seconds),
-        "time_x": statistics.median(ours / theirs for ours, theirs in zip(*medians, strict=True)),
-        "peak_mib": own[-1].peak / 2**20,
-        "reserved_mib": own[-1].reserved / 2**20,
-        "total_memory_x": own[-1].peak / base[-1].peak,
-        "memory_x": (own[-1].peak - kept) / max(1, base[-1].peak - kept),
-        "again": max(one.again for one in own),
-        "on_host": max(one.on_host for one in own),
-        "voids": max(one.voids for one in own),
-    }
-
-
-def targets_of(case: Case, record: Mapping[str, Any]) -> list[Target]:
-    """Returns the time target of the graph with a stash, for launch-bound shapes, and its memory target."""
-    line = record["sides"].get("graph + stash", {})
-    found = []
-    if case.shape.is_launch_bound:
-        found.append(Target(f"{case}: graph + stash / eager dropless, time", line.get("time_x"), TIME_TARGET))
-    settings = record["settings"]
-    name = f"{case}: graph + stash / eager dropless, memory, S {settings['S']}, w {settings['w']}"
-    limit = sides_of(case.routing)["graph + stash"].most_memory(case.shape, case.routing)
-    assert limit is not None, "the side uses a stash"
-    return [*found, Target(name, line.get("memory_x"), limit)]
-
-
-def print_case(case: Case, record: Mapping[str, Any]) -> None:
-    """Prints the table of one case."""
-    print(f"\n{case}: {case.shape.seq} tokens x {case.shape.microbatches}, S {case.shape.layers}, c {CAPACITY:g}")
-    columns = ("ms", "time x", "MiB", "reserved", "memory x", "at most", "recomputed", "on host", "discarded")
-    print(
-        " " * 26
-        + "".join(f"{column:>9}" for column in columns[:6])
-        + "".join(f"{column:>11}" for column in columns[6:])
+def plain_stepper(case: Case) -> Stepper:
+    """Builds the plain side; see [Note: plain PyTorch]."""
+    shape, device = case.shape, default_device()
+    prepare_device(device)
+    config = PlainConfig(
+        num_layers=shape.layers,
+        hidden_size=shape.hidden,
+        num_heads=shape.heads,
+        num_groups=shape.groups,
+        head_width=shape.kv_channels,
+        qk_norm=shape.has_qk_norm,
+        num_experts=shape.num_own,
+        num_scores=shape.num_experts,
+        topk=shape.topk,
+        ffn_hidden_size=shape.ffn,
+        vocab_size=shape.vocab,
+        grouped=True,
     )
-    for name, line in record["sides"].items():
-        if "error" in line:
-            print(f"{name:26} FAILED: {line['error']}")
-            continue
-        limit = "" if line["most_memory_x"] is None else f"{line['most_memory_x']:.2f}"
-        print(
-            f"{name:26}{line['ms']:9.1f}{line['time_x']:9.3f}{line['peak_mib']:9.0f}{line['reserved_mib']:9.0f}"
-            f"{line['memory_x']:9.3f}{limit:>9}{line['again']:11}{line['on_host']:11}{line['voids']:11}",
-            flush=True,
-        )
+    torch.manual_seed(1)
+    with torch.device(device):
+        model = PlainModel(config).to(torch.bfloat16 if "--bf16" in shape.extra else torch.float32)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, weight_decay=0.01, fused=True)
+    layers = [layer for layer in model.modules() if isinstance(layer, PlainGroupedMoE)]
+    tables = tables_of(case, device) % shape.num_own
+    turn = 0
+
+    def step() -> None:
+        nonlocal turn
+        turn = (turn + 1) % len(tables)
+        for layer, chosen in zip(layers, tables[turn], strict=True):
+            layer.forced = chosen
+        for _ in range(shape.microbatches):
+            tokens = torch.randint(shape.vocab, (1, shape.seq + 1), device=device)
+            loss = model(tokens[:, :-1], tokens[:, 1:])
+            (loss / shape.microbatches).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        loss.item()
+
+    return Stepper(device, step)
 
 
-def plot(records: Sequence[Mapping[str, Any]]) -> str:
-    """Draws a panel for each case with the time and memory of its sides."""
-    panels = []
-    for record in records:
-        lines = [line for line in record["sides"].values() if "error" not in line]
-        series = {
-            "time / eager dropless": [line["time_x"] for line in lines],
-            "memory in addition to weights and states / eager dropless": [line["memory_x"] for line in lines],
-        }
-        labels = [line["label"] for line in lines]
-        panels.append(Panel(record["case"], "", labels, series, kind=Kind.BARS, limit=1.0))
-    return drawing("Training steps relative to eager dropless steps", panels)
+def warm_up(stepper: Stepper) -> dict[str, int]:
+    """Runs the steps in which kernels are compiled and graphs are captured. Returns the memory they have used."""
+    for _ in range(WARM_STEPS):
+        stepper.step()
+    stepper.check()
+    memory = memory_bytes(stepper.device)
+    release_cached_memory(stepper.device)
+    reset_peaks(stepper.device)
+    for _ in range(SETTLING_STEPS):
+        stepper.step()
+    return memory
 
 
-def parse_options() -> argparse.Namespace:
-    """Parses the command line of this benchmark."""
-    parser = benchmark_parser(__doc__, rounds=3)
-    parser.add_argument("--steps", type=int, default=3, help="steps per round (default: 3)")
-    parser.add_argument(
-        "--shapes", nargs="+", default=[*SHAPES], choices=[*SHAPES], help="shapes to measure (default: all)"
-    )
-    parser.add_argument(
-        "--routings", nargs="+", default=[*ROUTINGS], choices=[*ROUTINGS], help="routings to measure (default: all)"
-    )
-    return parser.parse_args()
+def measured_rounds(stepper: Stepper, *, rounds: int, steps: int) -> Iterator[Steps]:
+    """Yields the measurements so far after each round of steps.
+
+    A step ends at the device's position when the host has finished the step.
+    """
+    found = Steps()
+    for _ in range(rounds):
+        marks = [mark_time(stepper.device)]
+        for _ in range(steps):
+            stepper.step()
+            marks.append(mark_time(stepper.device))
+            found.counters = most_of(found.counters, stepper.counters())
+        found.seconds.append([seconds_between(*pair) for pair in zip(marks, marks[1:], strict=False)])
+        found.memory = memory_bytes(stepper.device)
+        yield found
 
 
-if __name__ == "__main__":
-    get_context("forkserver").set_forkserver_preload(PRELOAD)
-    main()
+def most_of(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    """Returns the larger of two counts for each name."""
+    return {name: max(one.get(name, 0), other.get(name, 0)) for name in [*one, *(set(other) - set(one))]}
+
+
+def reset_peaks(device: torch.device) -> None:
+    """Makes peaks of allocated and reserved memory start at the current values. Does nothing on a CPU."""
+    if device.type != "cpu":
+        torch.get_device_module(device).reset_peak_memory_stats(device)
+
+
+def graph_bytes(device: torch.device) -> int:
+    """Returns the reserved bytes that belong to the memory pools of graphs."""
+    if device.type != "cuda":
+        return 0
+    segments: list[dict[str, Any]] = cuda_memory_snapshot()["segments"]
+    return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
+
+
+def free_memory(device: torch.device) -> int:
+    """Frees the memory of a side whose references are gone. Returns the bytes that are still reserved on a GPU."""
+    # A finished run is part of reference cycles.
+    gc.collect()
+    release_cached_memory(device)
+    return memory_bytes(device).get("reserved", 0)

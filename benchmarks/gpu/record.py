@@ -56,6 +56,11 @@ def require_device(options: argparse.Namespace) -> torch.device:
     return device
 
 
+def figures_of_target(target: Target) -> dict[str, Any]:
+    """Returns a target as values of a result."""
+    return {**asdict(target), "holds": target.holds}
+
+
 def report_targets(targets: Sequence[Target]) -> bool:
     """Prints a line for each target and returns whether all hold."""
     for target in targets:
@@ -70,7 +75,7 @@ def write_record(
     if path is None:
         return
     where = {**context(), "device": device_name(device)}
-    shown = [{**asdict(target), "holds": target.holds} for target in targets]
+    shown = [figures_of_target(target) for target in targets]
     path.write_text(json.dumps({**where, "targets": shown, **figures}, indent=1) + "\n")
 
 

@@ -1,5 +1,6 @@
-"""Defines the measurements of graph_step.py: layers similar to known models, reduced to fit, and the sides to compare,
-as flags.
+"""Defines what training steps are measured: shapes of models, the routing of their rows, and the sides to compare.
+
+Sides are flags of pretrain_gpt.py, except for the plain PyTorch model. Measures nothing.
 """
 
 from dataclasses import dataclass, replace
@@ -7,13 +8,13 @@ from dataclasses import dataclass, replace
 RANKS = 8  # ranks that share the experts; see [Note: stand-ins]
 CAPACITY = 2.0  # c
 PREFETCH = 1
-HEADROOM = 1.1  # phi: pages over the average requirement of the routing
-BASE = "eager dropless"
+HEADROOM = 1.1  # pages over the average requirement of the routing
 FACTOR = "--moe-expert-rank-capacity-factor"
 STASH = f"--moe-paged-stash --moe-paged-stash-prefetch-layers {PREFETCH}"
 DEVICE_PAGES = "--moe-paged-stash-buffer-size-factor-cuda"
 HOST_PAGES = "--moe-paged-stash-buffer-size-factor-cpu"
 GRAPH = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
+LOCAL_GRAPHS = "--cuda-graph-impl local --cuda-graph-warmup-steps 2"
 SGD = "--optimizer sgd --sgd-momentum 0"  # no optimizer states, so that more layers fit
 
 
@@ -29,15 +30,16 @@ class Routing:
     unevenness: float
 
 
-ROUTINGS = {"balanced": Routing(1.0, 0.0, 0.0), "skewed": Routing(1.4, 0.3, 1.0)}
+BALANCED = "balanced"
+ROUTINGS = {BALANCED: Routing(1.0, 0.0, 0.0), "skewed": Routing(1.4, 0.3, 1.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
     """Layers of a model.
 
-    num_experts: over all ranks. seq: tokens of a microbatch. extra: additional flags. at_once: number of sides that fit
-    into the memory of one GPU at the same time.
+    num_experts: over all ranks. seq: tokens of a microbatch. has_qk_norm: whether queries and keys are normalized.
+    extra: additional flags.
     """
 
     hidden: int
@@ -50,14 +52,24 @@ class Shape:
     seq: int
     microbatches: int
     kv_channels: int = 128
+    vocab: int = 8192
+    has_qk_norm: bool = False
     extra: str = ""
-    is_launch_bound: bool = False
-    at_once: int = 8
 
     @property
     def num_own(self) -> int:
         """Number of experts of a rank."""
         return self.num_experts // RANKS
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one rank in a step."""
+        return self.seq * self.microbatches
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element of a row."""
+        return 2 if "--bf16" in self.extra else 4
 
     @property
     def flags(self) -> str:
@@ -68,7 +80,8 @@ class Shape:
             --num-experts {self.num_experts} --moe-router-topk {self.topk} --moe-ffn-hidden-size {self.ffn}
             --seq-length {self.seq} --max-position-embeddings {self.seq} --micro-batch-size 1
             --global-batch-size {RANKS * self.microbatches} --expert-model-parallel-size {RANKS}
-            --moe-token-dispatcher-type allgather {self.extra}
+            --moe-token-dispatcher-type allgather --vocab-size {self.vocab}
+            {"--qk-layernorm" if self.has_qk_norm else ""} {self.extra}
         """
 
 
@@ -82,12 +95,13 @@ _QWEN3 = Shape(
     groups=4,
     seq=4096,
     microbatches=2,
-    extra="--bf16 --qk-layernorm",
-    at_once=5,
+    has_qk_norm=True,
+    extra="--bf16",
 )
-# Widths, head size and top-k are the models' values. Numbers of layers, experts and heads are reduced.
+# Widths, head size and top-k are the models' values. Layers, experts, heads and vocabulary are reduced, except in the
+# shape of one rank, which is configs/qwen3-30b-a3b.yaml.
 SHAPES = {
-    "Qwen3-30B-A3B, short": replace(_QWEN3, seq=512, microbatches=4, at_once=8, is_launch_bound=True),
+    "Qwen3-30B-A3B, short": replace(_QWEN3, seq=512, microbatches=4),
     "Qwen3-30B-A3B": _QWEN3,
     "DeepSeek-V3": Shape(
         hidden=7168,
@@ -100,79 +114,78 @@ SHAPES = {
         seq=2048,
         microbatches=2,
         extra=f"--bf16 --moe-shared-expert-intermediate-size 2048 --moe-router-score-function sigmoid {SGD}",
-        at_once=5,
     ),
-    "Mixtral-8x7B": Shape(
-        hidden=4096,
-        ffn=14336,
-        topk=2,
-        num_experts=8,
-        layers=6,
-        heads=32,
-        groups=8,
-        seq=2048,
-        microbatches=2,
-        extra=f"--bf16 {SGD}",
-        at_once=5,
+    "Qwen3-30B-A3B, one rank of EP 8": replace(
+        _QWEN3,
+        layers=48,
+        num_experts=128,
+        vocab=151_936,
+        extra="--bf16 --rotary-base 1000000 --norm-epsilon 1e-6",
     ),
 }
-SMALL = {
-    "small": Shape(
-        hidden=32,
-        ffn=32,
-        topk=2,
-        num_experts=16,
-        layers=4,
-        heads=2,
-        groups=1,
-        seq=64,
-        microbatches=2,
-        kv_channels=16,
-        # To accumulate experts' gradients, the CPU counts rows on the host, which a tape cannot capture.
-        extra="--vocab-size 256 --no-gradient-accumulation-fusion",
-        at_once=5,
-    )
-}
+SMALL = Shape(
+    hidden=32,
+    ffn=32,
+    topk=2,
+    num_experts=16,
+    layers=2,
+    heads=2,
+    groups=1,
+    seq=64,
+    microbatches=2,
+    kv_channels=16,
+    vocab=256,
+    has_qk_norm=True,
+    # To accumulate experts' gradients, the CPU counts rows on the host, which a tape cannot capture.
+    extra="--no-gradient-accumulation-fusion",
+)
 
 
 @dataclass(frozen=True)
 class Side:
-    """One way to run a shape. flags: added to the shape's flags. phi: pages on the device over the live rows."""
+    """One way to run a shape. flags: added to the shape's flags, or None for the plain PyTorch model."""
 
-    flags: str
-    label: str
-    phi: float | None = None
+    flags: str | None
 
-    def most_memory(self, shape: Shape, routing: Routing) -> float | None:
-        """Returns the memory limit (phi + w c / S) relative to the bytes that dropless saves, or None without a stash.
+    @property
+    def is_plain(self) -> bool:
+        """Whether the side is the plain PyTorch model."""
+        return self.flags is None
 
-        c is the capacity over the live rows.
-        """
-        if self.phi is None:
-            return None
-        return self.phi + (1 + PREFETCH) * CAPACITY / routing.mean / shape.layers
+    @property
+    def has_static_rows(self) -> bool:
+        """Whether rows are in buffers of a fixed size."""
+        return FACTOR in (self.flags or "")
+
+    @property
+    def has_stash(self) -> bool:
+        """Whether rows wait for backward in pages."""
+        return STASH in (self.flags or "")
+
+
+PLAIN, DROPLESS, STATIC, GRAPHED = "plain PyTorch", "eager dropless", "eager static", "graph"
+HEADLINE = "graph + stash, optimizer"
 
 
 def sides_of(routing: Routing) -> dict[str, Side]:
-    """Returns the sides by name, with the base first."""
+    """Returns the sides by name."""
     static = f"{FACTOR} {CAPACITY}"
     stash, graph = f"{static} {STASH}", f"{static} {GRAPH}"
     graph_stash = f"{stash} {GRAPH}"
-    host = f"{graph_stash} {HOST_PAGES} {0.6 * routing.mean:g}"
+
+    def pages(share: float) -> str:
+        # The flag is relative to balanced rows.
+        return f"{DEVICE_PAGES} {share * routing.mean:g}"
+
     return {
-        BASE: Side("", "dropless"),
-        "eager static": Side(static, "static"),
-        "eager static + stash": _stash(stash, "stash", phi=HEADROOM, mean=routing.mean),
-        "graph": Side(graph, "graph"),
-        "graph + stash": _stash(graph_stash, "graph stash", phi=HEADROOM, mean=routing.mean),
-        "graph + stash, optimizer": _stash(
-            f"{graph_stash} --optimizer-cuda-graph", "graph all", phi=HEADROOM, mean=routing.mean
-        ),
-        "graph + stash, spill": _stash(host, "graph spill", phi=0.7, mean=routing.mean),
-        "graph + stash, rungs": _stash(graph_stash, "graph rungs", phi=0.6, mean=routing.mean),
+        PLAIN: Side(None),
+        DROPLESS: Side(""),
+        STATIC: Side(static),
+        "eager static + stash": Side(f"{stash} {pages(HEADROOM)}"),
+        "local graphs": Side(f"{static} {LOCAL_GRAPHS}"),
+        GRAPHED: Side(graph),
+        "graph + stash": Side(f"{graph_stash} {pages(HEADROOM)}"),
+        HEADLINE: Side(f"{graph_stash} --optimizer-cuda-graph {pages(HEADROOM)}"),
+        "graph + stash, spill": Side(f"{graph_stash} {pages(0.7)} {HOST_PAGES} {0.6 * routing.mean:g}"),
+        "graph + stash, 60% of pages": Side(f"{graph_stash} {pages(0.6)}"),
     }
-
-
-def _stash(flags: str, label: str, *, phi: float, mean: float) -> Side:
-    # The flag is relative to balanced rows.
-    return Side(f"{flags} {DEVICE_PAGES} {phi * mean:g}", label, phi)

@@ -70,15 +70,19 @@ class Choices:
     unevenness: float = 0.0
 
     def draw(self, share: float, generator: torch.Generator) -> Tensor:
-        """Draws choices that send this rank's experts `share` times the balanced number of rows: [T, K], int64."""
+        """Draws choices that send this rank's experts `share` times the balanced number of rows.
+
+        Returns [T, K], int64, on the generator's device.
+        """
+        device = generator.device
         num_rows = round(share * self.num_tokens * self.topk * self.num_own / self.num_experts)
         size = self.num_tokens, self.num_own
-        weights = torch.arange(1, self.num_own + 1) ** -self.unevenness
+        weights = torch.arange(1, self.num_own + 1, device=device) ** -self.unevenness
         # The largest sums of Gumbel noise and logarithms are a weighted draw without repetition.
-        keys = weights.log() - torch.rand(size, generator=generator).log().neg().log()
-        chosen = torch.zeros(size, dtype=torch.bool)
+        keys = weights.log() - torch.rand(size, generator=generator, device=device).log().neg().log()
+        chosen = torch.zeros(size, dtype=torch.bool, device=device)
         chosen.view(-1)[keys.view(-1).topk(num_rows).indices] = True
-        noise = torch.rand(self.num_tokens, self.num_experts, generator=generator)
+        noise = torch.rand(self.num_tokens, self.num_experts, generator=generator, device=device)
         noise[:, : self.num_own] = torch.where(chosen, 2.0, -1.0)
         return noise.topk(self.topk).indices
 
@@ -87,7 +91,7 @@ def shares_of_layers(
     layers: int, *, mean: float, spread: float, most: float, generator: torch.Generator
 ) -> list[float]:
     """Draws each layer's rows over the balanced number: log-normal with this mean over layers, at most `most`."""
-    draws = (torch.randn(layers, generator=generator) * spread).exp()
+    draws = (torch.randn(layers, generator=generator, device=generator.device) * spread).exp()
     shares: list[float] = (draws * mean / draws.mean()).clamp(max=most).tolist()
     return shares
 

@@ -20,7 +20,7 @@ def main() -> None:
     """Profiles the fourth step and reports its gaps."""
     options = parse_options()
     device = checked_device()
-    shape = SMALL["small"] if options.small else SHAPES[SHAPE]
+    shape = SMALL if options.small else SHAPES[SHAPE]
     run, routing = build(Case("traced", shape, "balanced"), sides_of(ROUTINGS["balanced"])[SIDE].flags)
 
     def step() -> None:
