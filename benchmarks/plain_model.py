@@ -266,6 +266,9 @@ def copy_weights(plain: PlainModel, parameters: dict[str, Tensor]) -> None:
         layer.attention_norm.weight.copy_(source["input_layernorm.weight"])
         layer.attention.qkv.weight.copy_(source["self_attention.linear_qkv.weight"])
         layer.attention.proj.weight.copy_(source["self_attention.linear_proj.weight"])
+        for name, norm in (("q", layer.attention.q_norm), ("k", layer.attention.k_norm)):
+            if isinstance(norm, nn.RMSNorm):
+                norm.weight.copy_(source[f"self_attention.{name}_layernorm.weight"])
         layer.moe_norm.weight.copy_(source["pre_mlp_layernorm.weight"])
         layer.moe.router.weight.copy_(source["mlp.router.weight"])
         assert isinstance(layer.moe, PlainMoE)

@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from benchmarks.gpu.checks import ceilings, new_kernels, stack48, steps
 from benchmarks.gpu.checks.device_events import Span
+from benchmarks.gpu.checks.predicted import Prediction
 from benchmarks.gpu.checks.profiles import Work, rows_of, work_of_kernels
 from benchmarks.gpu.checks.reporting import DRY_RUN
 from benchmarks.gpu.checks.side_workers import Line, Outcome, Send, Task, run_in_turn
@@ -42,6 +43,7 @@ from benchmarks.gpu.shapes import (
     ROUTINGS,
     SHAPES,
     SMALL,
+    STATIC,
     sides_of,
 )
 from megatron.training.command_line.yaml_config import plain_values
@@ -380,6 +382,39 @@ def test_targets_fail_for_slow_steps_unpredicted_memory_and_memory_of_static_buf
 def test_the_rank_of_a_whole_model_has_to_reach_its_mfu() -> None:
     for mfu, holds in ((0.37, True), (0.35, False)):
         assert stack48.targets_of({HEADLINE: {"mfu": mfu}}, {})[0].holds is holds
+
+
+class KnownPredictions:
+    """Predictions without a process: 100 GiB and 2e14 FLOPs for each side."""
+
+    def of(self, name: str, *, seconds: float) -> Prediction | str:
+        return Prediction(100 * steps.GIB, 2e14) if name != STATIC else "ValueError: unknown"
+
+
+def reported(side: str, line: Line) -> Line:
+    reporter = steps.Reporter(Case("shape", SHAPES["Qwen3-30B-A3B"], "balanced"), KnownPredictions())
+    with redirect_stdout(io.StringIO()) as text:
+        reporter.report(side, line)
+    assert (side in reporter.figures) == ("ms" in line)
+    return json.loads(text.getvalue().strip().removeprefix(RESULT))
+
+
+def test_figures_of_a_side_have_rates_and_the_predicted_memory() -> None:
+    steady = {"ms": 500.0, "device": "NVIDIA H200", "reserved_bytes": 102 * steps.GIB}
+    line = reported(HEADLINE, steady)
+    assert line["tokens_s"] == 2 * 4096 / 0.5 and line["tflop_s"] == 400
+    assert line["mfu"] == pytest.approx(400 / 989.4, abs=1e-4)
+    assert line["predicted_gib"] == 100 and line["reserved_x"] == 1.02
+    plain = reported(PLAIN, steady)
+    assert plain["mfu"] == line["mfu"] and "predicted_gib" not in plain
+    without = reported(STATIC, steady)
+    assert without["tokens_s"] == line["tokens_s"] and "mfu" not in without and "unknown" in without["no_prediction"]
+
+
+def test_a_side_without_memory_says_how_much_it_was_predicted_to_need() -> None:
+    line = reported(GRAPHED, {"error": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"})
+    assert line["out_of_memory"] and line["predicted_gib"] == 100
+    assert not reported(GRAPHED, {"error": "KeyError: 'x'"})["out_of_memory"]
 
 
 def test_only_a_side_that_may_not_fit_may_run_out_of_memory() -> None:

@@ -82,15 +82,13 @@ def kernel_table(stepper: Stepper, work: Mapping[str, Work]) -> dict[str, Any]:
     rows = rows_of(launches, work)
     rest = rows[KERNELS:]
     if rest:
-        total = {"kernel": f"{len(rest)} others", "count": 0, "us": 0.0}
-        for row in rest:
-            total["count"] += row["count"]
-            total["us"] += row["us"]
-        rows = [*rows[:KERNELS], {**total, "us": round(total["us"], 1)}]
+        count, micros = sum(row["count"] for row in rest), sum(row["us"] for row in rest)
+        rows = [*rows[:KERNELS], {"kernel": f"{len(rest)} others", "count": count, "us": round(micros, 1)}]
     return {
         "launches": len(launches),
         "busy_ms": busy_microseconds(launches) / 1e3,
         "span_ms": span / 1e3,
+        "kernels_of_known_work": sorted(work),
         "kernels": rows,
     }
 

@@ -25,7 +25,7 @@ Line = dict[str, Any]
 Send = Callable[..., None]
 
 # A side that takes this many times its expected seconds, and at least PATIENCE_SECONDS, is ended.
-PATIENCE, PATIENCE_SECONDS = 2.5, 12.0
+PATIENCE, PATIENCE_SECONDS = 2.0, 12.0
 LEAVING_SECONDS = 5.0
 MOST_BYTES_LEFT = 1 << 30  # a child with more reserved memory after a side is replaced
 ERROR_CHARACTERS = 600
@@ -71,7 +71,7 @@ def run_in_turn(
     tasks: Sequence[Task],
     *,
     deadline: float,
-    prepare: Callable[[], None] = lambda: None,
+    prepare: Callable[[], object] = lambda: None,
     clean: Callable[[], int] = lambda: 0,
     on_line: Callable[[str, Line], None],
 ) -> dict[str, Outcome]:
@@ -110,7 +110,7 @@ def run_in_turn(
 class _Child:
     """A child process that runs the requested tasks."""
 
-    def __init__(self, tasks: Sequence[Task], prepare: Callable[[], None], clean: Callable[[], int]) -> None:
+    def __init__(self, tasks: Sequence[Task], prepare: Callable[[], object], clean: Callable[[], int]) -> None:
         context = get_context("fork")
         self._connection, theirs = context.Pipe()
         # The child closes its copy of this end, and therefore notices that its parent was killed.
@@ -155,7 +155,7 @@ def _serve(
     of_parent: Connection,
     connection: Connection,
     tasks: dict[str, Task],
-    prepare: Callable[[], None],
+    prepare: Callable[[], object],
     clean: Callable[[], int],
 ) -> None:
     of_parent.close()

@@ -114,8 +114,8 @@ class Section:
 
 def time_targets(limit: float, figures: Figures, predicted: Mapping[str, int]) -> list[Target]:
     """Returns the targets of the headline: time relative to plain PyTorch, and memory."""
-    times = [figures.get(side, {}).get("ms") for side in (HEADLINE, PLAIN)]
-    ratio = None if None in times else times[0] / times[1]
+    headline, plain = (figures.get(side, {}).get("ms") for side in (HEADLINE, PLAIN))
+    ratio = headline / plain if headline and plain else None
     return [Target(f"{HEADLINE} / {PLAIN}, time", ratio, limit), *memory_targets(figures, predicted)]
 
 
@@ -251,9 +251,10 @@ def measure_side(case: Case, turn: Turn, send: Send, *, rounds: int, steps: int)
             reserved_bytes=reserved,
             reserved_gib=gib(reserved),
             allocated_gib=gib(found.memory.get("max_allocated")),
-            graph_gib=gib(graph_bytes(stepper.device)),
             **found.counters,
         )
+        # Apart from the figures, so that an error in the allocator's snapshot does not void them.
+        send(graph_gib=gib(graph_bytes(stepper.device)))
         profile_side(case, turn, stepper, send)
 
 

@@ -21,7 +21,7 @@ def main() -> None:
     options = parse_options()
     device = checked_device()
     shape = SMALL if options.small else SHAPES[SHAPE]
-    run, routing = build(Case("traced", shape, "balanced"), sides_of(ROUTINGS["balanced"])[SIDE].flags)
+    run, routing = build(Case("traced", shape, "balanced"), sides_of(ROUTINGS["balanced"])[SIDE].flags or "")
 
     def step() -> None:
         routing.advance()

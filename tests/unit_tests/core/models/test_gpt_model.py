@@ -1,11 +1,12 @@
 """GPTModel's options, names, padding and initial weights. Agreement with other libraries is tested separately."""
 
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks.plain_model import PlainConfig, PlainModel, copy_weights
+from benchmarks.plain_model import PlainConfig, PlainGroupedMoE, PlainModel, copy_weights
 from megatron.core.logical_tensors import model_logical_pieces
 from megatron.core.models.gpt.gpt_config import GPTModelConfig
 from megatron.core.models.gpt.gpt_model import GPTModel
@@ -39,6 +40,24 @@ def logical_values(model: GPTModel) -> dict[tuple[str, tuple[int, ...]], torch.T
     return values
 
 
+def grouped_like(plain: PlainModel, sizes: dict[str, Any], *, shift: int) -> PlainModel:
+    """Returns a plain model with the same weights and grouped experts, forced to the router's choices plus `shift`."""
+    grouped = PlainModel(PlainConfig(**sizes, grouped=True))
+    state = {name: value for name, value in plain.state_dict().items() if ".experts." not in name}
+    for number, layer in enumerate(plain.layers):
+        for name in ("fc1", "fc2"):
+            state[f"layers.{number}.moe.{name}"] = torch.stack([getattr(e, name).weight for e in layer.moe.experts])
+    grouped.load_state_dict(state)
+    for layer in grouped.layers:
+        layer.moe.register_forward_pre_hook(partial(force_choices, shift=shift))
+    return grouped
+
+
+def force_choices(moe: PlainGroupedMoE, args: tuple[torch.Tensor], *, shift: int) -> None:
+    tokens = args[0].reshape(-1, args[0].shape[-1])
+    moe.forced = (moe.router(tokens).topk(moe.config.topk, dim=-1).indices + shift) % moe.config.num_experts
+
+
 def test_parameters_have_megatrons_names_and_shapes() -> None:
     config = small_config(**LLAMA_LIKE, num_query_groups=2, num_moe_experts=4, moe_layer_freq=[0, 1])
     grouped = small_model(small_config(**LLAMA_LIKE, num_moe_experts=4, moe_grouped_gemm=True))
@@ -57,17 +76,31 @@ def test_parameters_have_megatrons_names_and_shapes() -> None:
     assert grouped.get_parameter("decoder.layers.1.mlp.experts.weight2").shape == (4 * 48, 32)
 
 
-def test_agrees_with_the_plain_model_of_the_benchmarks() -> None:
-    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_experts": 4, "topk": 2}
-    plain = PlainModel(PlainConfig(**sizes, num_heads=4, ffn_hidden_size=48, vocab_size=96))
-    config = small_config(**LLAMA_LIKE, num_moe_experts=4)
+@pytest.mark.parametrize(
+    ("fields", "of_plain"),
+    [
+        ({}, {}),
+        (
+            {"num_query_groups": 2, "kv_channels": 16, "qk_layernorm": True},
+            {"num_groups": 2, "head_width": 16, "qk_norm": True},
+        ),
+    ],
+    ids=["heads", "groups-of-wide-heads-with-norms"],
+)
+def test_agrees_with_the_plain_model_of_the_benchmarks(fields: dict[str, Any], of_plain: dict[str, Any]) -> None:
+    sizes: dict[str, Any] = {"num_layers": 2, "hidden_size": 32, "num_experts": 4, "topk": 2, **of_plain}
+    sizes |= {"num_heads": 4, "ffn_hidden_size": 48, "vocab_size": 96}
+    plain = PlainModel(PlainConfig(**sizes))
+    config = small_config(**LLAMA_LIKE, num_moe_experts=4, **fields)
     sequential, grouped = (
         small_model(config),
-        small_model(small_config(**LLAMA_LIKE, num_moe_experts=4, moe_grouped_gemm=True)),
+        small_model(small_config(**LLAMA_LIKE, num_moe_experts=4, moe_grouped_gemm=True, **fields)),
     )
     copy_weights(plain, dict(sequential.named_parameters()))
     input_ids, _, labels = small_batch()
     expected = plain(input_ids, labels)
+    torch.testing.assert_close(grouped_like(plain, sizes, shift=0)(input_ids, labels), expected)
+    assert not torch.allclose(grouped_like(plain, sizes, shift=1)(input_ids, labels), expected)
     expected.backward()
     for model in (sequential, grouped):
         loss = loss_of(model)
