@@ -1,6 +1,5 @@
-"""Draws SVG panels of lines or bars without a plotting library. Measures nothing."""
+"""Draws SVG panels of lines without a plotting library. Measures nothing."""
 
-import enum
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
@@ -10,13 +9,6 @@ _STYLE = """.bg{fill:#fff}.ink{fill:#1b1f24}.dim{fill:#57606a}.grid{stroke:#d0d7
 .limit{stroke:#57606a;stroke-dasharray:6 4;fill:none}.line{fill:none;stroke-width:2}
 @media (prefers-color-scheme:dark){.bg{fill:#0d1117}.ink{fill:#e6edf3}.dim{fill:#9aa4af}.grid{stroke:#30363d}}"""
 _LEFT, _TOP, _WIDTH, _HEIGHT, _GAP, _BELOW = 52, 34, 380, 220, 70, 56
-
-
-class Kind(enum.Enum):
-    """Drawing style of a panel's series."""
-
-    LINES = "lines"
-    BARS = "bars"
 
 
 @dataclass(frozen=True)
@@ -31,7 +23,6 @@ class Panel:
     x_label: str
     ticks: Sequence[str]
     series: Mapping[str, Sequence[float | None]] = field(default_factory=dict)
-    kind: Kind = Kind.LINES
     limit: float | None = None
 
     @property
@@ -92,19 +83,9 @@ def _axes(panel: Panel) -> Iterator[str]:
 
 
 def _marks(panel: Panel) -> Iterator[str]:
-    bar = 0.8 * _WIDTH / max(1, len(panel.ticks)) / max(1, len(panel.series))
     for number, values in enumerate(panel.series.values()):
         color = _COLORS[number % len(_COLORS)]
         known = [(index, value) for index, value in enumerate(values) if value is not None]
-        if panel.kind is Kind.BARS:
-            for index, value in known:
-                x = _x(panel, index) + (number - len(panel.series) / 2) * bar
-                y = _y(panel, value)
-                yield (
-                    f'<rect x="{x:.1f}" y="{y:.1f}" width="{bar:.1f}" height="{_HEIGHT - y:.1f}" fill="{color}">'
-                    f"<title>{value:.3g}</title></rect>"
-                )
-            continue
         places = [f"{_x(panel, index):.1f} {_y(panel, value):.1f}" for index, value in known]
         if places:
             yield f'<path class="line" stroke="{color}" d="M{" L".join(places)}"/>'

@@ -27,7 +27,7 @@ from benchmarks.gpu.checks import ceilings, new_kernels, stack48, steps
 from benchmarks.gpu.checks.device_events import Span
 from benchmarks.gpu.checks.predicted import Prediction
 from benchmarks.gpu.checks.profiles import Work, rows_of, work_of_kernels
-from benchmarks.gpu.checks.reporting import DRY_RUN
+from benchmarks.gpu.checks.reporting import DRY_RUN, NEEDS_GPU
 from benchmarks.gpu.checks.side_workers import Line, Outcome, Send, Task, run_in_turn
 from benchmarks.gpu.gemm_beside_stash import Beside
 from benchmarks.gpu.graph_step import Case, free_memory, measured_rounds, started_side, tables_of, warm_up
@@ -101,12 +101,12 @@ def test_a_dry_run_draws_plots_and_fills_the_page_of_results(dry_run: Path) -> N
 # Sections.
 
 
-def lines_of(section: Callable[[], None], *words: str) -> tuple[int, list[Line]]:
-    """Runs a section in this process in a dry run, and returns its exit status and its lines."""
+def lines_of(section: Callable[[], None], *words: str, is_dry: bool = True) -> tuple[int, list[Line]]:
+    """Runs a section in this process with small sizes, and returns its exit status and its lines."""
     text = io.StringIO()
     with (
         patch.object(sys, "argv", ["section", *words, "--small", "--seconds", "300"]),
-        patch.dict(os.environ, {DRY_RUN: "1"}),
+        patch.dict(os.environ, {DRY_RUN: "1" if is_dry else ""}),
         redirect_stdout(text),
     ):
         try:
@@ -125,14 +125,14 @@ def merged(lines: list[Line]) -> dict[str, Line]:
     return found
 
 
-def dry_lines(section: Callable[[], None], *words: str) -> tuple[int, list[Line]]:
-    (result,) = run_on_ranks(partial(lines_of, section, *words), 1, backend=None)
+def lines_of_rank(section: Callable[[], None], *words: str, is_dry: bool = True) -> tuple[int, list[Line]]:
+    (result,) = run_on_ranks(partial(lines_of, section, *words, is_dry=is_dry), 1, backend=None)
     return result
 
 
 @pytest.mark.slow
 def test_a_section_of_steps_reports_every_side_with_its_memory_and_profile() -> None:
-    status, lines = dry_lines(steps.main, "4096")
+    status, lines = lines_of_rank(steps.main, "4096")
     sides = merged(lines)
     assert status == 0 and sides.keys() - {""} == {turn.side for turn in steps.SECTIONS["4096"].turns}
     for name, side in sides.items():
@@ -145,10 +145,16 @@ def test_a_section_of_steps_reports_every_side_with_its_memory_and_profile() -> 
     assert sides[HEADLINE]["flops"] == sides[PLAIN]["flops"] and sides[HEADLINE]["discarded"] == 0
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="checks what happens without a GPU")
+def test_a_section_without_a_gpu_says_so() -> None:
+    status, lines = lines_of_rank(steps.main, "deepseek", is_dry=False)
+    assert status == NEEDS_GPU and not any("ms" in line for line in lines)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("section", [ceilings, new_kernels])
 def test_sections_of_single_kernels_report_every_side(section) -> None:
-    status, lines = dry_lines(section.main)
+    status, lines = lines_of_rank(section.main)
     sides = merged(lines)
     assert status == 0 and all("gb_s" in side or "tflop_s" in side or "us" in side for side in sides.values())
     assert len(sides) == {ceilings: 10, new_kernels: len(new_kernels.KERNELS)}[section]

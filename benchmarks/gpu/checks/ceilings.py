@@ -1,6 +1,6 @@
 """Measures the ceilings of the machine: rates of copies and GEMMs, and the cost of each kind of launch.
 
-    python -m benchmarks.gpu.checks.launch benchmarks.gpu.checks.ceilings [--seconds N] [--small]
+    python -m benchmarks.gpu.checks.ceilings [--seconds N] [--small]
 
 copy             copy_ of 1 GiB on the device, GB/s of bytes read and written
 mm, ...          bf16 GEMMs, TF/s

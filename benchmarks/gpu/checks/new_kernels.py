@@ -1,6 +1,6 @@
 """Measures the bandwidth of kernels that read and write each byte once: rows, activations, and kernels to come.
 
-    python -m benchmarks.gpu.checks.launch benchmarks.gpu.checks.new_kernels [--seconds N] [--small]
+    python -m benchmarks.gpu.checks.new_kernels [--seconds N] [--small]
 
 Each kernel is an entry of KERNELS: a function that returns the work and the bytes that it has to read and write. gb_s
 is their rate, and of_copy is relative to copy_ of 1 GiB in the same process. The shape is one layer of Qwen3-30B-A3B

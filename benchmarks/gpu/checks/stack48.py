@@ -1,6 +1,6 @@
 """Measures one rank of Qwen3-30B-A3B with expert parallelism of 8: all 48 layers, 16 of 128 experts, the vocabulary.
 
-    python -m benchmarks.gpu.checks.launch benchmarks.gpu.checks.stack48 [--seconds N] [--small]
+    python -m benchmarks.gpu.checks.stack48 [--seconds N] [--small]
 
 Each microbatch has 4096 tokens, a step has two. See steps.py for the lines of a side. Weights, gradients and states
 take 93 GB, so the sides run one after another, and the most important one first. The planner predicts 121 GB for the
