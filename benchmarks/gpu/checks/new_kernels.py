@@ -1,4 +1,4 @@
-"""Measures the bandwidth of kernels that read and write each byte once: rows, activations, and kernels to come.
+"""Measures the bandwidth of work that could read and write each byte once: rows, activations, RoPE, kernels to come.
 
     python -m benchmarks.gpu.checks.new_kernels [--seconds N] [--small]
 
@@ -7,7 +7,7 @@ is their rate, and of_copy is relative to copy_ of 1 GiB in the same process. Th
 with 4096 tokens on each of 8 ranks.
 
 Expected seconds on an H200: 15 of the 50 that are reserved for kernels of later issues. The CUDA context 4, Triton
-compiles five kernels in 1 to 2 s each, and each is timed in less than 0.1 s.
+compiles at most six kernels in 1 to 2 s each, and each is timed in less than 0.1 s.
 """
 
 import argparse
@@ -25,6 +25,7 @@ from benchmarks.gpu.shapes import RANKS, SHAPES, SMALL, Shape
 from megatron.core.device import default_device, device_name
 from megatron.core.transformer.moe.paged_stash import expert_ops
 from megatron.core.transformer.moe.static_rows import ops as row_ops
+from megatron.core.transformer.rope import RotaryEmbedding, split_and_rotate
 
 SHAPE = "Qwen3-30B-A3B"
 
@@ -61,6 +62,10 @@ class Operands:
         self.gate_up, self.act = random(self.rows, 2 * shape.ffn), random(self.rows, shape.ffn)
         self.weights = torch.rand(self.rows, device=device)
         self.grad_gate_up, self.grad_weights = torch.empty_like(self.gate_up), torch.empty_like(self.weights)
+        # The qkv projection's output of one microbatch, and the rotation of its positions.
+        heads = shape.heads // shape.groups
+        self.qkv = random(shape.seq, 1, shape.groups, heads + 2, shape.kv_channels)
+        self.table = RotaryEmbedding(shape.kv_channels, shape.seq)(shape.seq)
 
 
 def gather(one: Operands) -> Kernel:
@@ -102,11 +107,26 @@ def activation_gradient(one: Operands) -> Kernel:
     )
 
 
+def rotation(one: Operands) -> Kernel:
+    """Returns RoPE of queries and keys, which leaves values in place."""
+    rotated = split_and_rotate(one.qkv, one.table)[:2]
+    return Kernel(lambda: split_and_rotate(one.qkv, one.table), 2 * sum(one.nbytes for one in rotated))
+
+
+def rotation_gradient(one: Operands) -> Kernel:
+    """Returns the gradient of RoPE, which joins the gradients of queries, keys and values."""
+    results = split_and_rotate(one.qkv.requires_grad_(), one.table)
+    grads = [torch.ones_like(result) for result in results]
+    return Kernel(lambda: torch.autograd.grad(results, one.qkv, grads, retain_graph=True), 2 * one.qkv.nbytes)
+
+
 KERNELS: dict[str, Callable[[Operands], Kernel]] = {
     "gather_rows": gather,
     "sum_rows": row_sum,
     "gated_activation": activation,
     "gated_activation_backward": activation_gradient,
+    "split_and_rotate": rotation,
+    "split_and_rotate, backward": rotation_gradient,
 }
 
 
