@@ -192,7 +192,9 @@ class Runner:
         print(f"\n{where.device}, torch {where.torch}, commit {where.commit or 'unknown'}, {where.date}")
         for record in self._ended.values():
             print(f"{record.check:24}{record.verdict:20}{record.seconds:6.0f} s  {_shown(record.results)}"[:280])
-            for side, results in list(record.sides.items())[:MAX_SIDES]:
+            # Of tests, which have an outcome, only failed ones.
+            sides = [pair for pair in record.sides.items() if pair[1].get("outcome", "failed") == "failed"]
+            for side, results in sides[:MAX_SIDES]:
                 print(f"    {side}: {_shown(results)}"[:280])
         excess = [] if self._folder == RESULTS else [*files_beyond_limits(self._folder)]
         print("\n".join(excess), flush=True)
