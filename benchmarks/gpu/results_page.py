@@ -1,11 +1,14 @@
-"""Writes docs/gpu_results.md: the evidence for each check and kernel, and all results. Measures nothing.
+"""Writes what is known about GPUs: docs/gpu_results.md, the marked parts of README.md, and gpu_tables.md.
 
-python benchmarks/gpu/results_page.py
+    python benchmarks/gpu/results_page.py
+
+evidence.py decides what the records say, results_tables.py has all their numbers. Measures nothing.
 """
 
-import json
+import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,332 +16,412 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
-from benchmarks.gpu.journal import Journal, Record, Verdict  # noqa: E402
-from benchmarks.gpu.registry import CHECKS, Check  # noqa: E402
+from benchmarks.gpu.evidence import Cause, Decision, Evidence, Outcome, Run, Side, read  # noqa: E402
+from benchmarks.gpu.results_tables import shown, table, tables  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
-PAGE = ROOT / "docs" / "gpu_results.md"
-NOTES = "gpu_notes.md"  # in the folder of results, written by hand
+PAGE, README, TABLES = ROOT / "docs" / "gpu_results.md", ROOT / "README.md", RESULTS / "gpu_tables.md"
+
+# Sides that capture a step with the stash, by preference.
+HEADLINE = ("graph + stash, optimizer", "graph + stash")
+PLAIN = "plain PyTorch"
+# Checks whose results are not shown any more if the other one has run.
+NEWER = {"environment": "ceilings", "trace": "qwen_4096"}
+MOST_ROWS = 8  # of a table of kernels, and of claims that were not run
+NOT_TIMED = "Captured steps with the stash have not been timed yet."
+WRAP: Mapping[str, Any] = {"width": 148, "break_long_words": False, "break_on_hyphens": False}
+NUM_KERNELS = 8  # rows of the kernel table on the page
 
 HEAD = """# Results on a GPU
 
-Written by `benchmarks/gpu/results_page.py` from the output of `benchmarks/gpu/run_all.py` in `benchmarks/results/`.
+Does it work on a GPU, how fast is it, and what is open? `benchmarks/gpu/results_page.py` writes this page from
+[records](../benchmarks/results/checks.jsonl) and [causes](../benchmarks/results/gpu_evidence.yaml).
+[gpu_tables.md](../benchmarks/results/gpu_tables.md) has all numbers.
+"""
+RUN = """
+## Run it
 
-    make gpu                         # three calls, at most 9 minutes each; continues where it was interrupted
-    make gpu CALL=1                  # one call, for machines that end a command after ten minutes
+    make gpu                         # call A (480 s), then call B (170 s)
+    make gpu CALL=A                  # times of steps and kernels; CALL=B: what was open before
     make gpu OUT=/tmp/results        # results in a different folder; this page is not changed
-    python3 benchmarks/gpu/run_all.py --call 1 --resume --out FOLDER       # the same without make
-    python3 benchmarks/gpu/run_all.py --only graph_step --out FOLDER       # checks by name
-    python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER               # small sizes, also on a CPU
 
-The checks require one GPU, Python 3.11 or 3.12, torch 2.11 to 2.13, Triton, NumPy, pytest, hypothesis and PyYAML, but
-no network and no installation. Targets are for an H200. Outside a git clone, set the variable COMMIT.
-
-Each check runs in a separate process with a time limit. Five seconds before the limit it prints its stacks and receives
-SIGINT. At the limit it is killed with all its descendants. When a check ends, one line is appended to `checks.jsonl`:
-verdict, results, last lines of output, date, device, torch version and commit. `output.log` contains the whole output.
-If the runner is killed, earlier lines remain complete. `--resume` skips checks that have a verdict for the same files
-and runs the others, starting with those of earlier calls. If each call starts on an empty disk, copy `checks.jsonl`
-there first. In a dry run, a tape replaces the CUDA graph, gloo replaces NCCL, and Triton's interpreter replaces
-compiled kernels. Tests that are meaningless on a CPU end with "needs a GPU".
+One GPU, Python 3.11 or newer, torch 2.11 or newer, Triton, NumPy, pytest, hypothesis and PyYAML are required, but no
+network and no installation. Targets are for an H200. Outside a git clone, set the variable COMMIT. Each result is
+written at once as a line of `checks.jsonl`, so that a killed run loses only what was being measured; `make gpu`
+continues it. `python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER` runs small sizes, also on a CPU.
 """
-NOT_YET = """
-**Not yet run on a GPU.** A dry run executes the programs on a CPU, where tests/gpu and `ddp` are skipped. All times and
-rates below are targets, not measurements.
+VERDICTS = """
+*Passed when rerun*: a check failed, the cause beside it was removed, and its tests were run again on the same GPU.
+*Modelled on a CPU*: the same code has this property on a CPU, where models and interpreters replace the device.
+Evidence is valid for its commit. Until the next run, CPUs test later changes.
 """
-STATES = """
-The column *state* has one of these values:
-
-- **passed**, **failed**, **timed out**: run on a GPU, with date and device.
-- **modelled on a CPU**: not run on a GPU yet. The same code has this property on a CPU, where a model of streams,
-  graphs and memory, Triton's interpreter or plain operators replace the device.
-- **compiled only**: the kernels compile for sm_80, sm_90 and sm_100. The rest has no replacement on a CPU.
-- **not yet**: unknown, because the claim is about times, tools or the machine.
-
-Terms: *pages* store the rows that the paged stash saves for backward. The *stash* copies rows to pages, and the
-*restore* copies them back. A *program* is a thread block of a Triton kernel. *GEMM* is a matrix multiplication, and a
-*grouped GEMM* multiplies each expert's rows with that expert's weights.
+TERMS = """
+*Pages* store the rows that the paged stash saves for backward. The *stash* copies rows to pages, the *restore* copies
+them back. A *grouped GEMM* multiplies each expert's rows with that expert's weights. *Dropless* experts allocate
+buffers of the exact size, *static* ones have a fixed size. A *graph* replays a captured step.
 """
-SIDES = ("ms", "time_x", "peak_mib", "reserved_mib", "memory_x", "most_memory_x", "again", "on_host", "voids")
-
-_COPY_COLUMNS = {
-    "tier": "location of the pages: device memory, or pinned host memory",
-    "width": "bytes of a row of x, the experts' input",
-    "rows": "number of live rows of x",
-    "num_programs": "maximum number of programs of a copy kernel; 0: unlimited",
-    "copy_gb_s": "rate of `copy_` of the same bytes, counting bytes read and written",
-    "stash_gb_s": "rate of stash and restore, counting bytes read and written",
-    "stash_x": "rate of the stash relative to `copy_`",
-    "restore_x": "rate of the restore relative to `copy_`",
-    "rate_x": "rate of stash and restore together, relative to `copy_`",
-}
-_RIVAL_COLUMNS = {
-    "num_programs": "maximum number of programs of a copy kernel; 0: unlimited",
-    "gemm_x": "time of the GEMMs during stash and restore, relative to the GEMMs alone",
-    "rate_x": "rate of stash and restore during the GEMMs, relative to `copy_` alone",
-    "cost_x": "additional time of the GEMMs per stash and restore, relative to the time of two `copy_` of the same "
-    "bytes alone; 0: completely hidden, 1: as if the copies ran alone on the GPU",
-}
-_TESTS = {
-    "passed": "number of tests",
-    "failed": "number of tests",
-    "failures": "`checks.jsonl` contains more lines of each failure.",
-    "slowest": "The three slowest tests.",
-}
-# By check: meanings of results, and of the columns of its tables. Checks that are not listed run tests.
-MEANINGS: dict[str, dict[str, str]] = {
-    "environment": {
-        "processors": "CPU cores",
-        "host_gib": "host memory",
-        "shared_memory_gib": "free space in /dev/shm",
-        "locked_memory_limit": "limit of locked memory in bytes; -1: unlimited",
-        "processors_of_gpu": "streaming multiprocessors of the GPU",
-        "cache_mib": "L2 cache of the GPU",
-        "free_gib": "free GPU memory",
-        "total_gib": "GPU memory",
-        "cudnn": "version of cuDNN",
-        "first_use_seconds": "time of the first calls that use the GPU",
-        "copy_gb_s": "rate of a device copy, counting bytes read and written",
-        "product_tflop_s": "rate of a bf16 GEMM of size 8192",
-        "import_seconds": "time to import the training program",
-    },
-    "launch_threads": {
-        "compile_seconds": "compilation and first launch in the main thread",
-        "backward_seconds": "two launches in autograd's thread, one with a compilation",
-    },
-    "pinned_access": {
-        "mib": "size of the stashed rows",
-        "stash_gb_s": "rate of the copy to host pages",
-        "restore_gb_s": "rate of the copy from host pages",
-    },
-    "capture_streams": {"replay_us": "microseconds of one replay"},
-    "eager_steps": {
-        "worst_error": "largest relative difference of a loss from the CPU",
-        "losses": "Loss of each step.",
-    },
-    "full_graph": {"steps": "steps of each case", "cases": "number of configurations"},
-    "module_order": {"steps": "steps of each case", "cases": "number of configurations"},
-    "forced_growth": {
-        "peak_mib": "peak of allocated memory",
-        "captures": "number of captures",
-        "pool_bytes": "Size of the page pool in bytes, after each step.",
-        "memory": "Memory in bytes, after each step.",
-    },
-    "copy_points": {"lowest_rate_x": "lowest `rate_x` of large groups with unlimited programs", **_COPY_COLUMNS},
-    "products": {
-        "shape": "model whose sizes are used",
-        "product": "forward; gradient of x; gradient of the weights, written in bf16 or accumulated in fp32 "
-        "(`added_weight`)",
-        "distance": "largest difference of a result from torch's, relative to its norm",
-        "before_ms": "time of our previous kernel",
-        "ours_ms": "time of our kernel",
-        "theirs_ms": "time of torch's `grouped_mm`",
-        "rate_x": "torch's time / our time, median over rounds",
-        "gain_x": "previous time / our time, median over rounds",
-        "before_tflop_s": "rate of our previous kernel; `ours_tflop_s`, `theirs_tflop_s` likewise",
-    },
-    "product_beside_copies": {
-        "lowest_cost_x": "lowest `cost_x`",
-        "highest_cost_x": "highest `cost_x` of the current programs without a limit",
-        "products": "GEMM that runs on the main stream",
-        "side": "before: copy programs until 2026-11-27; after: current copy programs",
-        "is_default": "whether this limit was the default",
-        **_RIVAL_COLUMNS,
-        "is_covered": "1 if the copies were running until the GEMMs ended",
-        "pair_alone_us": "microseconds of one stash and restore alone",
-    },
-    "trace": {
-        "step_ms": "time from the first to the end of the last launch",
-        "busy_ms": "time in which a kernel, copy or fill was running",
-        "launches": "number of kernels, copies and fills",
-        "gaps": "Longest gaps without a running kernel or copy, with the host's activity in the middle of the gap.",
-    },
-    "launches": {
-        "launches": "Launches on the GPU. *layer*: per MoE layer and step, of which *kernels* and *copies*; *rest*: "
-        "per step without MoE layers.",
-        "operators": "Operators of the same step on the CPU that launch kernels, per MoE layer. *rest*: per step "
-        "without MoE layers.",
-    },
-    "host_waits": {
-        "agreement_us": "Agreement of two processes on the plan of a step.",
-        "captures_ms": "A step that captures 32 parts.",
-        "grad_checks_ms": "Checks of the gradients of 400 parameters.",
-        "grad_checks_launches": "Launches of these checks.",
-        "captured_products": "Dtypes in which a CUDA graph can capture torch's grouped GEMM.",
-    },
-}
 
 
-def page(results: Path) -> str:
-    """Returns the text of the page. results: folder of the results."""
-    found = {
-        path.stem.removesuffix("_gpu"): json.loads(path.read_text()) for path in sorted(results.glob("*_gpu.json"))
+def write_pages() -> None:
+    """Writes all three files from benchmarks/results."""
+    evidence = read(RESULTS)
+    TABLES.write_text(tables(RESULTS, evidence), encoding="utf-8")
+    PAGE.write_text(page(evidence), encoding="utf-8")
+    README.write_text(readme(README.read_text(encoding="utf-8"), evidence), encoding="utf-8")
+
+
+def page(evidence: Evidence) -> str:
+    """Returns the text of docs/gpu_results.md."""
+    decisions = evidence.decisions()
+    parts = [HEAD, f"\n{textwrap.fill(summary(evidence, decisions), **WRAP)}\n", *_speed(evidence)]
+    return "".join([*parts, *_open(evidence, decisions), *_claims(decisions), RUN])
+
+
+def readme(text: str, evidence: Evidence) -> str:
+    """Returns the README's text with its marked parts rewritten: `<!-- gpu:NAME -->...<!-- /gpu:NAME -->`."""
+    decisions = evidence.decisions()
+    lines = textwrap.wrap(f"**On GPUs** ([results](docs/gpu_results.md)): {summary(evidence, decisions)}", **WRAP)
+    parts = {
+        "status": "".join(f"\n> {line}" for line in lines) + "\n> ",
+        "throughput": f"[{_throughput(evidence, decisions)}](docs/gpu_results.md#how-fast)",
+        "libraries": _libraries(decisions),
     }
-    records = last_records(Journal(results).read())
-    is_measured = found or any(not record.where.dry_run for record in records.values())
-    parts = [HEAD, "" if is_measured else NOT_YET]
-    # Before the checks, because a verdict may be of a test that was fixed afterwards.
-    parts += ["\n" + (results / NOTES).read_text()] if (results / NOTES).exists() else []
-    parts += [STATES, *_checks(records), *_kernels(records), *_numbers(records), *_details(records), *_targets(found)]
-    for name, section in (("stash_copy", _copies), ("gemm_beside_stash", _rivals), ("graph_step", _steps)):
-        if name in found:
-            parts += [f"\n## {name}\n\n{_where(found[name])}\n\n", *section(found[name])]
-            if (results / f"{name}_gpu.svg").exists():
-                parts.append(f"\n![Plot of {name}](../benchmarks/results/{name}_gpu.svg)\n")
-    others = [name for name in ("stash_step", "ddp") if name in found]
-    links = ", ".join(f"[{name}](../benchmarks/results/{name}_gpu.json)" for name in others)
-    return "".join([*parts, f"\nFurther results: {links}.\n" if links else ""])
+    for name, part in parts.items():
+        marks = f"<!-- gpu:{name} -->", f"<!-- /gpu:{name} -->"
+        if text.count(marks[0]) != 1 or text.count(marks[1]) != 1:
+            raise ValueError(f"README.md needs one {marks[0]} and one {marks[1]} after it")
+        text = re.sub(
+            f"({re.escape(marks[0])}).*({re.escape(marks[1])})",
+            lambda found, part=part: f"{found[1]}{part}{found[2]}",  # type: ignore[misc]
+            text, flags=re.DOTALL,
+        )  # fmt: skip
+    return text
 
 
-def last_records(records: Sequence[Record]) -> dict[str, Record]:
-    """Returns each check's latest final record. Ignores records of checks that did not run; see Record.is_final."""
-    return {record.check: record for record in records if record.is_final}
-
-
-def state_of(check: Check, record: Record | None) -> str:
-    """Returns the text of the column *state* for a check."""
-    if record is None or record.verdict in (Verdict.NEEDS_GPU, Verdict.NOT_CHECKED):
-        return check.known.value
-    where = record.where
-    if where.dry_run:
-        return f"{check.known.value} (dry run {record.verdict}, {where.date}, {where.device})"
-    verdict = str(record.verdict) if record.verdict is Verdict.PASSED else f"**{record.verdict}**"
-    return f"{verdict}, {where.date}, {where.device}, torch {where.torch}, commit {where.commit[:12] or 'unknown'}"
-
-
-def _checks(records: Mapping[str, Record]) -> Iterator[str]:
-    part = ""
-    yield "\n## Checks\n"
-    for check in CHECKS:
-        if check.part != part:
-            part = check.part
-            yield f"\n### {part}{'' if check.call else ' that run only when named'}\n\n"
-            yield "| call | check | claim or measurement | time limit, s | state |\n|---|---|---|---|---|\n"
-        cells = (check.call or "", f"`{check.name}`", check.claim, int(check.limit), _state(check, records))
-        yield f"| {' | '.join(map(str, cells))} |\n"
-
-
-def _state(check: Check, records: Mapping[str, Record]) -> str:
-    return state_of(check, records.get(check.name))
-
-
-def _kernels(records: Mapping[str, Record]) -> Iterator[str]:
-    yield "\n## Triton kernels\n\n"
-    rows = []
-    for kernel in dict.fromkeys(kernel for check in CHECKS for kernel in check.kernels):
-        users = [check for check in CHECKS if kernel in check.kernels]
-        decided = next((check for check in users if check.name in records), users[0])
-        rows.append((f"`{kernel}`", ", ".join(f"`{check.name}`" for check in users), _state(decided, records)))
-    yield from _table(("kernel", "checks that launch it", "state of the first that ran"), rows)
-
-
-def _numbers(records: Mapping[str, Record]) -> Iterator[str]:
-    """Yields a table of the plain numbers that checks reported on a GPU."""
-    rows = [
-        (f"`{record.check}`", name, value, meaning(record.check, name))
-        for record in records.values()
-        if not record.where.dry_run
-        for name, value in record.results.items()
-        if type(value) in (int, float)
+def summary(evidence: Evidence, decisions: Sequence[Decision]) -> str:
+    """Returns the state in a few sentences: what ran where, the times of steps, and what is open."""
+    if not evidence.on_gpu:
+        return f"Nothing has run on a GPU yet; all evidence is from CPUs. {NOT_TIMED}"
+    num_held = sum(not one.outcome.is_open for one in decisions)
+    num_failed = sum(one.outcome in (Outcome.FAILED, Outcome.TEST_WRONG) for one in decisions)
+    devices = ", ".join(dict.fromkeys(run.device for run in evidence.on_gpu))
+    last = max(run.date for run in evidence.on_gpu)
+    num_open = len(decisions) - num_held - num_failed
+    text = [
+        f"{num_held} of {len(decisions)} claims about kernels, the stash, graphs and training were shown to hold on "
+        f"one {devices} (last run {last}), {num_failed or 'none'} failed, and {num_open} are open.",
+        *_sentences_on_steps(evidence),
     ]
-    if rows:
-        yield "\n## Numbers\n\n"
-        yield from _table(("check", "number", "value", "meaning"), rows)
+    if _is_open(decisions, "several GPUs"):
+        text.append("Nothing has run on several GPUs.")
+    return " ".join(text)
 
 
-def _where(record: Mapping[str, Any]) -> str:
-    commit = record["commit"][:12] or "unknown"
-    return f"{record['device']}, torch {record['torch']}, {record['date']}, commit {commit}."
+def _sentences_on_steps(evidence: Evidence) -> Iterator[str]:
+    """Yields the times of captured steps of the README's shapes, or that there are none and which steps were timed."""
+    sides = evidence.sides()
+    found = [side for shape in evidence.headlines if (side := headline(sides, shape))]
+    for side in found:
+        relative = _relative(side, sides)
+        beside = f", {relative:.2f} times the time of plain PyTorch" if relative else ""
+        yield f"A captured step of {side.shape}, with the stash, took {side.ms:,.0f} ms{beside} ({_rates(side)})."
+    if not found:
+        yield NOT_TIMED
+        for shape in dict.fromkeys(side.shape for side in sides if side.ms):
+            timed = [side for side in sides if side.shape == shape and side.ms]
+            times = ", ".join(f"{side.ms:.0f} ms ({side.name})" for side in timed)
+            yield f"{timed[0].note or f'Steps of {shape}.'} A step took {times}."
 
 
-def _table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> Iterator[str]:
-    yield f"| {' | '.join(head)} |\n|{'---|' * len(head)}\n"
-    yield from (f"| {' | '.join(map(_shown, row))} |\n" for row in rows)
+def headline(sides: Sequence[Side], shape: str) -> Side | None:
+    """Returns the timed side that captures a step of a shape with the stash, None if there is none."""
+    timed = {side.name: side for side in sides if side.ms and side.shape == shape}
+    return next((timed[name] for name in HEADLINE if name in timed), None)
 
 
-def _shown(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
-    return "" if value is None else str(value)
+def _relative(side: Side, sides: Sequence[Side]) -> float | None:
+    """Returns a side's time over that of plain PyTorch in the same check, None if one of them is missing."""
+    plain = next((one.ms for one in sides if (one.check, one.shape, one.name) == (side.check, side.shape, PLAIN)), None)
+    return side.ms / plain if side.ms and plain else None
 
 
-def _details(records: Mapping[str, Record]) -> Iterator[str]:
-    """Yields the lists that checks reported on a GPU: tables of points, the gaps of a trace, failed tests."""
-    for record in records.values():
-        for name, value in {} if record.where.dry_run else record.results.items():
-            if not isinstance(value, list | dict) or not value:
-                continue
-            yield f"\n### `{record.check}`: {name}\n\n"
-            if isinstance(value, list) and isinstance(value[0], dict):
-                columns = list(dict.fromkeys(key for row in value for key in row))
-                yield from _table(columns, [[_cell(row.get(key)) for key in columns] for row in value])
-                yield from _definitions(record.check, columns)
-                continue
-            if words := meaning(record.check, name):
-                yield f"{words}\n\n"
-            if isinstance(value, dict):
-                shorten = _last_line if name == "failures" else _cell
-                titles = {"failures": ("test", "last line"), "slowest": ("test", "seconds")}.get(name, (name, "value"))
-                yield from _table(titles, [(f"`{key}`", shorten(one)) for key, one in value.items()])
-            elif isinstance(value[0], int | float):
-                yield f"{', '.join(map(str, value))}\n"
-            else:
-                yield "".join(f"- {_cell(one)}\n" for one in value)
+def _rates(side: Side) -> str:
+    found = [
+        ("tokens_s", lambda value: f"{value:,.0f} tokens/s"),
+        ("mfu", lambda value: f"{value:.0%} MFU"),
+        ("reserved_gib", lambda value: f"{value:.1f} GiB reserved"),
+    ]
+    return ", ".join(show(side.values[name]) for name, show in found if side.values.get(name) is not None)
 
 
-def meaning(check: str, name: str) -> str:
-    """Returns the meaning of a result or column of a check, or "" if it needs none."""
-    return MEANINGS.get(check, _TESTS).get(name, "")
+def _throughput(evidence: Evidence, decisions: Sequence[Decision]) -> str:
+    """Returns the README's cell on throughput: on several GPUs, and the last of the README's shapes on one."""
+    many = "not yet" if _is_open(decisions, "several GPUs") else "yes"
+    found = [side for shape in evidence.headlines if (side := headline(evidence.sides(), shape)) and _rates(side)]
+    return f"{many}; one {found[-1].device}: {_rates(found[-1])}" if found else many
 
 
-def _definitions(check: str, columns: Sequence[str]) -> Iterator[str]:
-    """Yields a list of the columns' meanings."""
-    rows = [(column, words) for column in columns if (words := meaning(check, column))]
-    yield from ("\n", *(f"- `{column}`: {words}\n" for column, words in rows)) if rows else ()
+def _libraries(decisions: Sequence[Decision]) -> str:
+    """Returns the README's words on libraries that need a GPU."""
+    links = {"Transformer Engine": "docs/model.md#transformer-engine", "DeepEP": "docs/moe.md#back-ends"}
+    never = [f"[{name}]({link})" for name, link in links.items() if _is_open(decisions, name)]
+    ran = [f"[{name}]({link})" for name, link in links.items() if not _is_open(decisions, name)]
+    return ", ".join([*ran, *([f"{' and '.join(never)} never run"] if never else [])])
 
 
-def _last_line(text: object) -> object:
-    """Returns the last line of a test's failure, without pytest's mark."""
-    lines = [line.removeprefix("E").strip() for line in str(text).splitlines() if line.strip()]
-    return _cell(lines[-1].removeprefix("+").replace("<", "&lt;")) if lines else ""
+def _is_open(decisions: Sequence[Decision], name: str) -> bool:
+    return any(one.claim.id == name and one.outcome.is_open for one in decisions)
 
 
-def _cell(value: object) -> object:
-    """Formats a value as one line of text in a table."""
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {_cell(one)}" for key, one in value.items())
-    if isinstance(value, list):
-        return ", ".join(str(_cell(one)) for one in value)
-    return value if isinstance(value, int | float | None) else " ".join(str(value).replace("|", "/").split())[:300]
+# Section: how fast.
 
 
-def _targets(found: Mapping[str, Any]) -> Iterator[str]:
-    measured = [target for record in found.values() for target in record.get("targets", ())]
-    if measured:
-        rows = [(one["name"], one["measured"], one["limit"], "yes" if one["holds"] else "**no**") for one in measured]
-        yield "\n## Targets\n\n"
-        yield from _table(("target", "measured", "limit", "holds"), rows)
+def _speed(evidence: Evidence) -> Iterator[str]:
+    yield "\n## How fast\n"
+    sides = evidence.sides()
+    if not any(headline(sides, shape) for shape in evidence.headlines):
+        yield "\nCaptured steps with the stash: **not yet** timed. Call A adds their times here.\n"
+    if sides:
+        yield "\n"
+        yield from _side_table(sides)
+        yield f"\nMeasured on {'; '.join(dict.fromkeys(map(_place, sides)))}.\n"
+    if targets := evidence.targets():
+        yield "\n"
+        yield from table(("target", "measured", "limit", "holds"), [_target_row(*one) for one in targets])
+    for check, title in evidence.numbers.items():
+        yield from _numbers(evidence.last(check), title)
+    yield from _kernels(sides)
+    ran = {run.check for run in evidence.on_gpu}
+    figures = [
+        figure
+        for check, key, figures_of in _FIGURES
+        if NEWER.get(check) not in ran and (run := evidence.last(check, key))
+        for figure in figures_of(run.results)
+    ]
+    if figures:
+        yield "\nOther measurements:\n\n"
+        yield from table(("measured", "result"), figures)
 
 
-def _copies(record: Mapping[str, Any]) -> Iterator[str]:
-    columns = tuple(_COPY_COLUMNS)
-    yield from _table(columns, [[row[column] for column in columns] for row in record["rows"]])
-    yield from _definitions("copy_points", columns)
+def _place(one: Side | Run) -> str:
+    """Returns the date, device and commit of a measurement."""
+    return f"{one.date}, {one.device}{f' ({one.commit[:8]})' if one.commit else ''}"
 
 
-def _rivals(record: Mapping[str, Any]) -> Iterator[str]:
-    columns = tuple(_RIVAL_COLUMNS)
-    yield from _table(columns, [[row[column] for column in columns] for row in record["rows"]])
-    yield from _definitions("product_beside_copies", columns)
+def _model_of(side: Side, sides: Sequence[Side]) -> str:
+    """Returns the name of a side's shape, with the check if another one measured the shape before."""
+    first = next(one.check for one in sides if one.shape == side.shape)
+    return side.shape if side.check == first else f"{side.shape} ({side.check})"
 
 
-def _steps(record: Mapping[str, Any]) -> Iterator[str]:
-    for case in record["cases"]:
-        settings = ", ".join(f"{name} {_shown(value)}" for name, value in case["settings"].items())
-        yield f"\n{case['case']} ({settings}):\n\n"
-        rows = [[name, *(side.get(column, "failed") for column in SIDES)] for name, side in case["sides"].items()]
-        yield from _table(("side", *SIDES), rows)
+def _side_table(sides: Sequence[Side]) -> Iterator[str]:
+    columns = ("model", "side", "ms per step", "tokens/s", "MFU", "reserved GiB", "time / plain PyTorch")
+    models = [_model_of(side, sides) for side in sides]
+    # Only the first row of a model names it, and columns without any value are left out.
+    named = ["" if model == before else model for model, before in zip(models, ["", *models], strict=False)]
+    rows = [[model, *_side_cells(side, sides)] for model, side in zip(named, sides, strict=True)]
+    used = [number for number in range(len(columns)) if any(row[number] for row in rows)]
+    yield from table([columns[number] for number in used], [[row[number] for number in used] for row in rows])
+
+
+def _side_cells(side: Side, sides: Sequence[Side]) -> list[object]:
+    values, relative = side.values, _relative(side, sides)
+    if side.is_too_large:
+        needed = values.get("predicted_gib")
+        time = "out of memory" + (f" (predicted {needed:.0f} GiB)" if needed else "")
+    elif side.is_skipped:
+        time = "not started"
+    elif side.ms is None:
+        time = f"failed: {_plain_text(side.error)}"
+    else:
+        time = f"{side.ms:.1f}" if side.ms < 100 else f"{side.ms:,.0f}"
+    tokens, mfu, reserved = (values.get(name) for name in ("tokens_s", "mfu", "reserved_gib"))
+    return [
+        side.name,
+        time,
+        tokens and f"{tokens:,.0f}",
+        mfu and f"{mfu:.1%}",
+        reserved and f"{reserved:.1f}",
+        relative and f"{relative:.2f}",
+    ]
+
+
+def _target_row(run: Run, target: Mapping[str, Any]) -> list[object]:
+    measured = "not measured" if target.get("measured") is None else target["measured"]
+    limit = f"{'>=' if target.get('is_least') else '<='} {shown(target['limit'])}"
+    return [_target_name(run, target), measured, limit, "yes" if target["holds"] else "**no**"]
+
+
+def _target_name(run: Run, target: Mapping[str, Any]) -> str:
+    return f"{run.results.get('shape', run.check)}: {target['name']}"
+
+
+def _numbers(run: Run | None, title: str) -> Iterator[str]:
+    """Yields the rates and times of each side of a check."""
+    units = {"gb_s": "GB/s", "tflop_s": "TFLOP/s", "us": "us"}
+    sides = run.sides if run is not None else {}
+    rates = {
+        name: [f"{shown(values[key])} {unit}" for key, unit in units.items() if values.get(key) is not None]
+        for name, values in sides.items()
+    }
+    known = [f"{name} {', '.join(found)}" for name, found in rates.items() if found]
+    if known:
+        yield f"\n{title}: {'; '.join(known)}.\n"
+    if failed := [name for name, values in sides.items() if values.get("error")]:
+        yield f"\nFailed: {', '.join(failed)}.\n"
+
+
+def _kernels(sides: Sequence[Side]) -> Iterator[str]:
+    """Yields the longest kernels of each profiled step."""
+    for side in sides:
+        if rows := side.values.get("kernels"):
+            busy, span = (side.values.get(name) or 0.0 for name in ("busy_ms", "span_ms"))
+            yield (
+                f"\nLongest kernels of a profiled step ({side.shape}, {side.name}), "
+                f"in which the device was busy for {busy:.1f} of {span:.1f} ms:\n\n"
+            )
+            names = {"count": "launches", "us": "us", "gb_s": "GB/s", "tflop_s": "TFLOP/s"}
+            cells = [[_kernel_name(row["kernel"]), *map(row.get, names)] for row in rows[:MOST_ROWS]]
+            yield from table(("kernel", *names.values()), cells)
+
+
+def _kernel_name(name: str) -> str:
+    """Returns a kernel's name without its template arguments and parameters."""
+    short = re.split(r"[<(]", name.removeprefix("void "))[0].rpartition("::")[2] or name
+    return f"`{_plain_text(short)}`"
+
+
+def _plain_text(value: object) -> object:
+    return value if isinstance(value, int | float | None) else str(value).replace("|", "/")[:60]
+
+
+def _span(rows: Sequence[Mapping[str, Any]], key: str) -> str:
+    """Returns the lowest and highest value of a column."""
+    values = sorted(row[key] for row in rows)
+    return f"{values[0]:.2f} to {values[-1]:.2f}" if len(values) > 1 else f"{values[0]:.2f}"
+
+
+def _device(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "device copy, bytes read and written", f"{found['copy_gb_s']:,.0f} GB/s"
+    yield "bf16 GEMM of size 8192", f"{found['product_tflop_s']:.0f} TFLOP/s"
+
+
+def _copy_rates(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    large = [row for row in found["points"] if row["rows"] >= 4096 and not row["num_programs"]]
+    tiers = (("device", "device pages"), ("host", "pinned host pages"))
+    spans = [(name, [row for row in large if row["tier"] == tier]) for tier, name in tiers]
+    rates = ", ".join(f"{_span(rows, 'rate_x')} ({name})" for name, rows in spans if rows)
+    yield "stash and restore of large groups: rate / rate of `copy_`", rates
+
+
+def _product_rates(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    names = {
+        "forward": "forward", "grad_x": "gradient of x", "grad_weight": "gradient of weights",
+        "added_weight": "gradient of weights, accumulated in fp32",
+    }  # fmt: skip
+    spans = [(name, [row for row in found["products"] if row["product"] == key]) for key, name in names.items()]
+    rates = "; ".join(f"{_span(rows, 'rate_x')} ({name})" for name, rows in spans if rows)
+    yield "our grouped GEMM: throughput / that of torch's `grouped_mm`", rates
+
+
+def _copies_beside(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    rows = [row for row in found["rows"] if row["side"] == "after" and row["num_programs"] == 0]
+    costs = ", ".join(f"{row['cost_x']:.2f} ({row['products']})" for row in rows)
+    yield "share of the copies' time that a concurrent GEMM loses; 0: hidden", costs
+
+
+def _launch_counts(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    counts = ", ".join(f"{counts['layer']:.0f} ({side})" for side, counts in found["launches"].items())
+    yield "launches per MoE layer and step", counts
+
+
+def _busy(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    yield "device time in a profiled eager step with a stash", f"{found['busy_ms']:.0f} of {found['step_ms']:.0f} ms"
+
+
+# Checks whose results are shown in a line or two, and the result that this requires.
+_FIGURES: Sequence[tuple[str, str, Callable[[Mapping[str, Any]], Iterator[tuple[str, str]]]]] = (
+    ("environment", "product_tflop_s", _device),
+    ("copy_points", "points", _copy_rates),
+    ("products", "products", _product_rates),
+    ("product_beside_copies", "rows", _copies_beside),
+    ("launches", "launches", _launch_counts),
+    ("trace", "busy_ms", _busy),
+)
+
+
+# Section: what is open.
+
+
+def _open(evidence: Evidence, decisions: Sequence[Decision]) -> Iterator[str]:
+    yield "\n## What is open\n\n"
+    failed = [one for one in decisions if one.outcome in (Outcome.FAILED, Outcome.TEST_WRONG)]
+    partly = [one for one in decisions if one.outcome in (Outcome.TIMED_OUT, Outcome.PARTLY)]
+    never = [one.claim.claim for one in decisions if one.outcome is Outcome.NOT_YET]
+    sides = evidence.sides()
+    missing = [shape for shape in evidence.headlines if not headline(sides, shape)]
+    items = [f"Failed: {one.claim.claim}{_tests_of(one)}." for one in failed]
+    items += [f"Failed: {side.shape}, {side.name}: {_plain_text(side.error)}." for side in sides if side.error]
+    items += [f"Target missed: {_target_name(*one)}." for one in evidence.targets() if not one[1]["holds"]]
+    items += _incomplete(evidence)
+    items += [f"Not complete ({one.outcome.value.strip('*')}): {one.claim.claim}." for one in partly]
+    items += [f"Not started: {side.shape}, {side.name}." for side in sides if side.is_skipped]
+    items += [f"Not timed yet, captured and with the stash: {'; '.join(missing)}."] if missing else []
+    items += [f"Not run yet: {claim}." for claim in never[:MOST_ROWS]]
+    items += [f"Not run yet: {len(never) - MOST_ROWS} more, see below."] if len(never) > MOST_ROWS else []
+    yield "".join(f"- {item}\n" for item in items) if items else "Nothing that the checks cover.\n"
+
+
+def _tests_of(one: Decision) -> str:
+    tests = [*one.run.failures][:3] if one.run else []
+    return f" ({', '.join(f'`{test}`' for test in tests)})" if tests else ""
+
+
+def _incomplete(evidence: Evidence) -> list[str]:
+    """Returns the measurements that did not come to their end the last time."""
+    checks = dict.fromkeys([*(side.check for side in evidence.sides()), *evidence.numbers, *evidence.measurements])
+    last = {run.check: run for run in evidence.on_gpu if run.check in checks}
+    is_short = {check: run.verdict in ("timed out", "interrupted", "") for check, run in last.items()}
+    return [
+        f"Not complete: measurement `{check}` at {last[check].commit[:8]}." for check in checks if is_short.get(check)
+    ]
+
+
+# Section: what works.
+
+
+def _claims(decisions: Sequence[Decision]) -> Iterator[str]:
+    yield f"\n## What works\n{VERDICTS}{TERMS}"
+    runs = dict.fromkeys(_place(one.run) for one in decisions if one.run)
+    yield f"\nRuns: {'; '.join(sorted(runs))}.\n" if runs else ""
+    for area in dict.fromkeys(one.claim.area for one in decisions):
+        yield f"\n### {area}\n\n"
+        rows = [_claim_row(one) for one in decisions if one.claim.area == area]
+        yield from table(("claim", "verdict, newest evidence", "causes of failures"), rows)
+
+
+def _claim_row(one: Decision) -> list[object]:
+    kernels = ", ".join(f"`{kernel}`" for kernel in one.claim.kernels)
+    claim = f"{kernels}: {one.claim.claim}" if kernels else one.claim.claim
+    return [claim, _verdict(one), ". ".join(_reason(one, run, cause) for run, cause in one.causes)]
+
+
+def _verdict(one: Decision) -> str:
+    """Returns the verdict with its newest evidence, or with the evidence without a GPU."""
+    place = f" ({one.claim.known})" if one.claim.known else ""
+    if one.rerun is not None:
+        place = f" ({one.rerun.ran}{f', {one.rerun.commit[:8]}' if one.rerun.commit else ''})"
+    elif one.run is not None:
+        place = f" (`{one.run.check}`, {one.run.commit[:8]})"
+    return f"{one.outcome.value}{place}"
+
+
+def _reason(one: Decision, run: Run, cause: Cause) -> str:
+    """Returns when the check failed, whether the test, the program or the machine was the cause, and how."""
+    kind = {"test": "**the test was wrong**", "code": "a bug", "machine": "the machine or a tool, not the program"}
+    fixed = ", fixed" if cause.kind == "code" and not one.outcome.is_open else ""
+    return f"{cause.seen or f'{run.verdict} at {run.commit[:8]}'}; {kind[cause.kind]}{fixed}: {cause.cause}"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(RESULTS))
+    write_pages()

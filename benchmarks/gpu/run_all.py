@@ -66,7 +66,7 @@ from benchmarks.gpu.registry import (  # noqa: E402
     START_SECONDS,
     Check,
 )
-from benchmarks.gpu.results_page import PAGE, RESULTS, page  # noqa: E402
+from benchmarks.gpu.results_page import RESULTS, write_pages  # noqa: E402
 from benchmarks.source import CodeBase, commit_of_tree  # noqa: E402
 
 SHOWN_LINES, MAX_LINE_CHARACTERS, MAX_SIDES = 60, 400, 12
@@ -119,7 +119,7 @@ def main(checks: Sequence[Check] = CHECKS, *, preload: Sequence[str] = PRELOAD) 
             print("the runner was told to end", flush=True)
             sys.exit(runner.report() or 1)
     if options.out.resolve() == RESULTS:
-        PAGE.write_text(page(RESULTS))
+        write_pages()
     sys.exit(runner.report())
 
 

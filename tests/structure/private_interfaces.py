@@ -98,7 +98,7 @@ def _is_private(part: str) -> bool:
 
 
 def _attribute(node: ast.AST) -> str | None:
-    """Returns the attribute in x.name, getattr(x, "name"), attrgetter("name"), vars(x)["name"] or vars(x).get("name")."""
+    """Returns the name in x.name, getattr(x, "name"), attrgetter("name"), vars(x)["name"] or vars(x).get("name")."""
     match node:
         case ast.Attribute(attr=name):
             return name

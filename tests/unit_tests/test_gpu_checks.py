@@ -19,9 +19,8 @@ from typing import NamedTuple
 import pytest
 
 from benchmarks.gpu.checks.device_events import Span, busy_microseconds, longest_gaps
-from benchmarks.gpu.journal import Journal, Record, Running, Verdict, Where
-from benchmarks.gpu.registry import CALL_SECONDS, CHECKS, END_SECONDS, START_SECONDS, Check, State
-from benchmarks.gpu.results_page import page, state_of
+from benchmarks.gpu.journal import Journal, Record, Verdict
+from benchmarks.gpu.registry import CALL_SECONDS, CHECKS, END_SECONDS, START_SECONDS
 from benchmarks.gpu.run_all import LOG_BYTES, schedule
 from benchmarks.source import CodeBase
 from tests.gpu.test_replays_on_gpu import is_forbidden
@@ -536,38 +535,6 @@ def test_a_digest_changes_with_the_code_that_a_check_can_import_and_with_nothing
     after = digests(CodeBase.of_tree(tmp_path))
     assert {name for name in before if before[name] != after[name]} == set(changed.split())
     assert digests(CodeBase.at_commit("HEAD", tmp_path)) == before
-
-
-def record_of(check: Check, verdict: Verdict, *, dry_run: bool = False) -> Record:
-    where = Where("2026-12-01", "NVIDIA H200", "2.11.0", "c0ffee", "f", dry_run)
-    points = [{"rows": 64, "rate_x": 0.5}, {"rows": 128, "rate_x": 0.75, "error": "a | b"}]
-    results = {"copy_gb_s": 4321.0, "points": points, "gaps": ["9 us after a"], "failures": {"test_it": "trace\nE   1"}}
-    return Record(check.name, verdict, where, results=results, run=f"{verdict} {dry_run}")
-
-
-def write(folder: Path, record: Record) -> None:
-    running = Running(record.check, record.run, "", 0, record.where)
-    Journal(folder).add(running, record.results)
-    Journal(folder).end(record)
-
-
-def test_the_page_says_measured_only_of_what_a_gpu_has_decided(tmp_path: Path) -> None:
-    check = next(check for check in CHECKS if check.known is State.MODELLED)
-    assert state_of(check, None) == "modelled on a CPU"
-    assert state_of(check, record_of(check, Verdict.NEEDS_GPU)) == "modelled on a CPU"
-    measured = "2026-12-01, NVIDIA H200, torch 2.11.0, commit c0ffee"
-    assert state_of(check, record_of(check, Verdict.PASSED)) == f"passed, {measured}"
-    assert state_of(check, record_of(check, Verdict.TIMED_OUT)) == f"**timed out**, {measured}"
-    assert state_of(check, record_of(check, Verdict.PASSED, dry_run=True)).startswith("modelled on a CPU (dry run")
-    assert "Not yet run" in page(tmp_path)
-    write(tmp_path, record_of(check, Verdict.PASSED, dry_run=True))
-    assert "Not yet run" in page(tmp_path) and not any(word in page(tmp_path) for word in ("4321", "9 us", "test_it"))
-    write(tmp_path, record_of(check, Verdict.PASSED))
-    text = page(tmp_path)
-    assert "Not yet run" not in text and f"passed, {measured}" in text and "| copy_gb_s | 4321 |" in text
-    assert "| rows | rate_x | error |" in text and "| 128 | 0.75 | a / b |" in text
-    assert "- 9 us after a\n" in text and "| `test_it` | 1 |" in text
-    assert all(f"`{one.name}`" in text for one in CHECKS)
 
 
 def spans(*ends: tuple[str, float, float]) -> Iterator[Span]:
