@@ -99,13 +99,13 @@ def main(checks: Sequence[Check] = CHECKS, *, preload: Sequence[str] = PRELOAD) 
         signal.signal(number, signal.default_int_handler)
     adopt_orphans()
     factor = options.slowdown
-    checks = [replace(check, limit=factor * check.limit, expected=factor * check.expected) for check in checks]
+    scaled = [replace(check, limit=factor * check.limit, expected=factor * check.expected) for check in checks]
     with Runner(options.out.resolve(), where=where, preload=preload, has_gpu=device is not None) as runner:
         runner.clear_up()
         decided = runner.decided() if options.resume else {}
         try:
             if options.only:
-                named = [check for check in checks if check.name in options.only]
+                named = [check for check in scaled if check.name in options.only]
                 runner.run(named, deadline=_BEGAN + START_SECONDS + sum(check.limit for check in named))
             else:
                 began = _BEGAN
@@ -113,7 +113,7 @@ def main(checks: Sequence[Check] = CHECKS, *, preload: Sequence[str] = PRELOAD) 
                     print(schedule(checks, call), flush=True)
                     seconds = CALL_SECONDS[call] if options.seconds is None else options.seconds
                     deadline = began + factor * seconds - END_SECONDS
-                    runner.run([check for check in checks if check.call == call], deadline=deadline, decided=decided)
+                    runner.run([check for check in scaled if check.call == call], deadline=deadline, decided=decided)
                     began = time.monotonic()
         except KeyboardInterrupt:
             print("the runner was told to end", flush=True)
