@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -387,10 +387,17 @@ def test_the_rank_of_a_whole_model_has_to_reach_its_mfu() -> None:
 
 
 class KnownPredictions:
-    """Predictions without a process: 100 GiB and 2e14 FLOPs for each side."""
+    """Predictions without a process: 100 GiB and 2e14 FLOPs for each side, 120 GiB for static buffers in a graph."""
+
+    def __init__(self, flags: Iterable[str] = (*sides_of(ROUTINGS["balanced"]),)) -> None:
+        self.known = {*flags} - {STATIC}
 
     def of(self, name: str, *, seconds: float) -> Prediction | str:
-        return Prediction(100 * steps.GIB, 2e14) if name != STATIC else "ValueError: unknown"
+        gib = 120 if name == GRAPHED else 100
+        return Prediction(gib * steps.GIB, 2e14) if name in self.known else "ValueError: unknown"
+
+    def leave(self) -> None:
+        pass
 
 
 def reported(side: str, line: Line) -> Line:
@@ -398,7 +405,10 @@ def reported(side: str, line: Line) -> Line:
     with redirect_stdout(io.StringIO()) as text:
         reporter.report(side, line)
     assert (side in reporter.figures) == ("ms" in line)
-    return json.loads(text.getvalue().strip().removeprefix(RESULT))
+    lines = [json.loads(one.removeprefix(RESULT)) for one in text.getvalue().splitlines() if one]
+    # What was measured does not wait for the prediction.
+    assert line.items() <= lines[0].items() and "predicted_bytes" not in lines[0]
+    return merged(lines)[side]
 
 
 def test_figures_of_a_side_have_rates_and_the_predicted_memory() -> None:
@@ -415,8 +425,60 @@ def test_figures_of_a_side_have_rates_and_the_predicted_memory() -> None:
 
 def test_a_side_without_memory_says_how_much_it_was_predicted_to_need() -> None:
     line = reported(GRAPHED, {"error": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB"})
-    assert line["out_of_memory"] and line["predicted_gib"] == 100
+    assert line["out_of_memory"] and line["predicted_gib"] == 120
     assert not reported(GRAPHED, {"error": "KeyError: 'x'"})["out_of_memory"]
+
+
+@pytest.mark.parametrize(
+    ("headline_ms", "reserved_gib", "error", "status", "failed"),
+    [
+        (400.0, 102, None, 0, []),
+        (700.0, 102, None, 1, ["MFU"]),
+        (400.0, 110, None, 1, ["difference"]),
+        (400.0, 102, "KeyError: 'x'", 1, []),
+        (400.0, 102, "OutOfMemoryError: CUDA out of memory", 0, []),
+    ],
+)
+def test_the_exit_status_of_a_section_follows_from_its_targets_and_errors(
+    headline_ms: float, reserved_gib: int, error: str | None, status: int, failed: list[str]
+) -> None:
+    def run(tasks: list[Task], *, on_line: Callable[[str, Line], None], **_: object) -> dict[str, Outcome]:
+        figures = {"ms": headline_ms, "device": "NVIDIA H200", "reserved_bytes": reserved_gib * steps.GIB}
+        on_line(HEADLINE, figures)
+        if error is not None:
+            on_line(GRAPHED, {"error": error})
+        return {task.name: Outcome(error=error if task.name == GRAPHED else None) for task in tasks}
+
+    text = io.StringIO()
+    with (
+        patch.object(steps, "run_in_turn", run),
+        patch.object(steps, "Predictions", KnownPredictions),
+        redirect_stdout(text),
+    ):
+        assert steps.measure(stack48.SECTION, deadline=0, is_small=False) == status
+    (targets,) = (line["targets"] for line in map(result_of, text.getvalue().splitlines()) if "targets" in line)
+    missed = [target["name"] for target in targets if not target["holds"]]
+    assert len(missed) == len(failed) and all(word in name for word, name in zip(failed, missed, strict=True))
+
+
+def result_of(line: str) -> Line:
+    return json.loads(line.removeprefix(RESULT)) if line.startswith(RESULT) else {}
+
+
+def test_memory_is_compared_with_predicted_static_buffers_where_these_are_not_measured() -> None:
+    names: list[str] = []
+
+    def predictions(flags: dict[str, str]) -> KnownPredictions:
+        names.extend(flags)
+        return KnownPredictions(flags)
+
+    section = steps.SECTIONS["deepseek"]
+    with (
+        patch.object(steps, "run_in_turn", lambda tasks, **_: {task.name: Outcome() for task in tasks}),
+        patch.object(steps, "Predictions", predictions),
+    ):
+        steps.measure(section, deadline=0, is_small=False)
+    assert GRAPHED not in [turn.side for turn in section.turns] and GRAPHED in names
 
 
 def test_only_a_side_that_may_not_fit_may_run_out_of_memory() -> None:

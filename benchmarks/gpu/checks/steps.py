@@ -34,7 +34,7 @@ local     static 14, local graphs 12: 26 s. Two rounds of two steps, of 0.7 s wi
 import argparse
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from functools import partial
@@ -70,7 +70,7 @@ from megatron.core.device import default_device, device_name
 from megatron.training.compute.devices import peak_bf16_tflops
 
 GIB = 2**30
-PREDICTION_SECONDS = 30.0
+PREDICTION_SECONDS = 15.0
 PREDICTED_WITHIN = 0.05
 LESS_THAN_STATIC = 0.95
 # Of plain PyTorch's time.
@@ -187,9 +187,9 @@ def measure(section: Section, *, deadline: float, is_small: bool) -> int:
     rounds, steps = (1, 1) if is_small else (section.rounds, section.steps)
     settings = {"capacity": CAPACITY, "prefetched_layers": PREFETCH, "routing": BALANCED}
     report(shape=case.name, sizes=asdict(shape), **settings, expected_seconds=section.expected)
-    predictions = Predictions(
-        {turn.side: f"{shape.flags} {case.sides[turn.side].flags or ''}" for turn in section.turns}
-    )
+    # Also of static buffers where they are not measured, because memory is compared with them.
+    predicted_sides = dict.fromkeys([*(turn.side for turn in section.turns), GRAPHED])
+    predictions = Predictions({side: f"{shape.flags} {case.sides[side].flags or ''}" for side in predicted_sides})
     reporter = Reporter(case, predictions)
     tasks = [
         Task(
@@ -208,7 +208,7 @@ def measure(section: Section, *, deadline: float, is_small: bool) -> int:
         clean=lambda: free_memory(default_device()),
         on_line=reporter.report,
     )
-    predicted = reporter.predicted_bytes([turn.side for turn in section.turns])
+    predicted = reporter.predicted_bytes(predicted_sides)
     predictions.leave()
     if all((one.error or "").startswith("SystemExit") for one in outcomes.values()):
         # No child has found a GPU. Ends this process in the same way.
@@ -283,22 +283,37 @@ class Reporter:
         self._case, self._predictions = case, predictions
 
     def report(self, side: str, line: Line) -> None:
-        """Reports a line of a side. Its figures become known to `figures`."""
-        if "ms" in line:
-            line = self.figures[side] = {**line, **self._rates(side, line)}
-        elif "error" in line:
-            line = {**line, "out_of_memory": is_out_of_memory(line["error"]), **self._predicted(side)}
-        report(side=side, shape=self._case.name, **line)
+        """Reports a line of a side, and another one with what follows from it and from the prediction.
 
-    def predicted_bytes(self, sides: Sequence[str]) -> dict[str, int]:
+        The figures of a side become known to `figures`.
+        """
+        further: Line = {}
+        if "ms" in line:
+            line = {**line, "tokens_s": round(1e3 * self._case.shape.tokens / line["ms"], 1)}
+        elif "error" in line:
+            line = {**line, "out_of_memory": is_out_of_memory(line["error"])}
+        # First, because a prediction may be late.
+        report(side=side, shape=self._case.name, **line)
+        if "ms" in line:
+            further = self._rates(side, line)
+            self.figures[side] = {**line, **further}
+        elif "error" in line:
+            further = {} if self._case.sides[side].is_plain else predicted_figures(self._prediction(side))
+        if further:
+            report(side=side, shape=self._case.name, **further)
+
+    def predicted_bytes(self, sides: Iterable[str]) -> dict[str, int]:
         """Returns the predicted peaks of the sides that could be predicted."""
         found = {side: self._predictions.of(side, seconds=1.0) for side in sides if not self._case.sides[side].is_plain}
         return {side: one.peak_bytes for side, one in found.items() if isinstance(one, Prediction)}
 
+    def _prediction(self, side: str) -> Prediction | str:
+        return self._predictions.of(side, seconds=PREDICTION_SECONDS)
+
     def _rates(self, side: str, line: Line) -> Line:
-        seconds = line["ms"] / 1e3
-        rates: Line = {"tokens_s": round(self._case.shape.tokens / seconds, 1), **self._predicted(side)}
-        prediction = self._predictions.of(side, seconds=PREDICTION_SECONDS)
+        seconds, prediction = line["ms"] / 1e3, self._prediction(side)
+        # The planner knows the FLOPs of the plain model, but not its memory.
+        rates: Line = {} if self._case.sides[side].is_plain else predicted_figures(prediction)
         if isinstance(prediction, Prediction):
             rates["flops"] = prediction.flops
             rates["tflop_s"] = round(prediction.flops / seconds / 1e12, 3)
@@ -309,14 +324,12 @@ class Reporter:
             rates["reserved_x"] = round(line["reserved_bytes"] / rates["predicted_bytes"], 3)
         return rates
 
-    def _predicted(self, side: str) -> Line:
-        """Returns the predicted memory. The planner knows the plain model's FLOPs, but not its memory."""
-        if self._case.sides[side].is_plain:
-            return {}
-        prediction = self._predictions.of(side, seconds=PREDICTION_SECONDS)
-        if isinstance(prediction, str):
-            return {"no_prediction": prediction}
-        return {"predicted_bytes": prediction.peak_bytes, "predicted_gib": gib(prediction.peak_bytes)}
+
+def predicted_figures(prediction: Prediction | str) -> Line:
+    """Returns the predicted memory as values of a line, or why there is none."""
+    if isinstance(prediction, str):
+        return {"no_prediction": prediction}
+    return {"predicted_bytes": prediction.peak_bytes, "predicted_gib": gib(prediction.peak_bytes)}
 
 
 def gib(num_bytes: int | None) -> float | None:
