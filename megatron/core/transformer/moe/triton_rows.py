@@ -223,12 +223,12 @@ def order_slots(
     programs = max(1, min(-(-num_slots // _SLOTS_OF_PROGRAM), _MOST_PROGRAMS))
     rows, choices = num_parts * rows_per_part, expert_indices.shape[1]
     count, order, bins = _orders(first_expert, num_experts, num_parts, choices, alignment)
-    slot_of_row, token_of_row = (experts.new_empty(rows, dtype=torch.int32) for _ in range(2))
+    slot_of_row, token_of_row = [experts.new_empty(rows, dtype=torch.int32) for _ in range(2)]
     row_of_slot = torch.empty_like(experts, dtype=torch.int32)
     counts = experts.new_empty(programs, bins, dtype=torch.int32)
-    wanted, kept, rows_needed, num_rows = (
+    wanted, kept, rows_needed, num_rows = [
         experts.new_empty(size, dtype=torch.int64) for size in (num_experts, num_experts, 1, 1)
-    )
+    ]
     count(programs, (experts, counts, slot_of_row, token_of_row), (num_slots, rows))
     results = (slot_of_row, token_of_row, row_of_slot, wanted, kept, rows_needed, num_rows)
     order(programs, (experts, counts, *results), (num_slots, rows_per_part))
