@@ -26,7 +26,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from dataclasses import asdict, dataclass, field, replace
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
@@ -34,30 +34,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
-from benchmarks.gpu.graph_step import Case, build  # noqa: E402
-from benchmarks.gpu.shapes import ROUTINGS, SMALL, Shape, sides_of  # noqa: E402
+from benchmarks.gpu.graph_step import Case, started_side  # noqa: E402
+from benchmarks.gpu.shapes import BALANCED, DROPLESS, PLAIN, SMALL, STATIC  # noqa: E402
 from benchmarks.sides import context  # noqa: E402
 from benchmarks.stub_gpu import build_stub, missing_requirement, stub_gpu  # noqa: E402
-from megatron.training.training import run_step  # noqa: E402
 
 LAYERS = (2, 4)
 MICROBATCHES = 4
 WARM_STEPS = 4
-SHAPE = replace(
-    SMALL["small"],
-    microbatches=MICROBATCHES,
-    seq=32,
-    extra="--vocab-size 256 --bf16 --qk-layernorm --no-check-for-nan-in-loss-and-grad",
-)
-# Name -> side of graph_step.py; None: plain PyTorch.
-SIDES = {"plain": None, "dropless": "eager dropless", "static": "eager static", "stash": "eager static + stash"}
+SHAPE = replace(SMALL, microbatches=MICROBATCHES, seq=32, extra="--bf16 --no-check-for-nan-in-loss-and-grad")
+# Name -> side of graph_step.py.
+SIDES = {"plain": PLAIN, "dropless": DROPLESS, "static": STATIC, "stash": "eager static + stash"}
 
 
 @dataclass(frozen=True)
@@ -143,26 +135,14 @@ def receive(connection: Connection, side: str) -> StepCost:
 def serve(connection: Connection, side: str, layers: int, rounds: int) -> None:
     """Measures steps of one side in a process of its own, and sends the StepCost."""
     torch.set_num_threads(1)
-    with stub_gpu() as count_launches:
-        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
-            step = build_step(side, replace(SHAPE, layers=layers))
+    case = Case("host cost", replace(SHAPE, layers=layers), BALANCED)
+    with ExitStack() as stack:
+        count_launches = stack.enter_context(stub_gpu())
+        with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            step = stack.enter_context(started_side(case, case.sides[SIDES[side]])).step
         for _ in range(WARM_STEPS):
             step()
         connection.send(cost_of(step, count_launches, rounds=rounds))
-
-
-def build_step(side: str, shape: Shape) -> Callable[[], None]:
-    """Builds a side's model and returns its training step."""
-    own = SIDES[side]
-    if own is None:
-        return plain_step(shape)
-    run, routing = build(Case("host cost", shape, "balanced"), sides_of(ROUTINGS["balanced"])[own].flags)
-
-    def step() -> None:
-        routing.advance()
-        run_step(run)
-
-    return step
 
 
 def cost_of(step: Callable[[], None], count_launches: Callable[[], int], *, rounds: int) -> StepCost:
@@ -241,98 +221,6 @@ def write_costs(path: Path, costs: Mapping[str, StepCost]) -> None:
         del figure["functions"]
     conditions = {**context(), "triton": triton.__version__, "python": sys.version.split()[0]}
     path.write_text(json.dumps({**conditions, "layer_and_microbatch": figures}, indent=1) + "\n")
-
-
-# --- Plain PyTorch ---
-
-
-class PlainLayer(nn.Module):
-    """The layer of the other sides in plain PyTorch.
-
-    A grouped GEMM is one GEMM with the weight of one expert, which costs the host the same.
-    """
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        hidden, channels = shape.hidden, shape.kv_channels
-        self.shape = shape
-        self.norm1, self.norm2 = nn.RMSNorm(hidden), nn.RMSNorm(hidden)
-        self.q_norm, self.k_norm = nn.RMSNorm(channels), nn.RMSNorm(channels)
-        self.q = nn.Linear(hidden, shape.heads * channels, bias=False)
-        self.kv = nn.Linear(hidden, 2 * shape.groups * channels, bias=False)
-        self.proj = nn.Linear(shape.heads * channels, hidden, bias=False)
-        self.router = nn.Linear(hidden, shape.num_own, bias=False)
-        self.fc1 = nn.Parameter(torch.randn(shape.num_own, hidden, 2 * shape.ffn) * 0.1)
-        self.fc2 = nn.Parameter(torch.randn(shape.num_own, shape.ffn, hidden) * 0.1)
-
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Runs the layer; x: [B, S, H], bf16; cos, sin: [S, D], bf16. Returns [B, S, H]."""
-        return self.experts(self.attention(x, cos, sin))
-
-    def attention(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Adds the attention; x: [B, S, H], bf16; cos, sin: [S, D], bf16. Returns [B, S, H]."""
-        normed, (batch, seq, _), channels = self.norm1(x), x.shape, self.shape.kv_channels
-        q = self.q_norm(self.q(normed).view(batch, seq, self.shape.heads, channels)).transpose(1, 2)
-        k, v = self.kv(normed).view(batch, seq, self.shape.groups, 2 * channels).chunk(2, -1)
-        k, v = self.k_norm(k).transpose(1, 2), v.transpose(1, 2)
-        q, k = (rotated(part, cos, sin) for part in (q, k))
-        context = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return x + self.proj(context.transpose(1, 2).reshape(batch, seq, -1))
-
-    def experts(self, x: Tensor) -> Tensor:
-        """Adds the experts' output; x: [B, S, H], bf16. Returns [B, S, H]."""
-        tokens, topk = self.norm2(x).view(-1, x.shape[-1]), self.shape.topk
-        probs, chosen = self.router(tokens).float().softmax(-1).topk(topk, -1)
-        probs = (probs / probs.sum(-1, keepdim=True)).to(tokens.dtype).flatten()
-        order = chosen.flatten().argsort(stable=True)
-        token = order // topk
-        torch.bincount(chosen.flatten(), minlength=self.shape.num_own).cumsum(0, dtype=torch.int32)
-        gate, up = torch.mm(tokens[token], self.fc1[0]).chunk(2, -1)
-        rows = torch.mm(F.silu(gate) * up, self.fc2[0]) * probs[order, None]
-        return x + torch.zeros_like(tokens).index_add(0, token, rows).view(x.shape)
-
-
-class PlainModel(nn.Module):
-    """Embedding, layers and output layer in plain PyTorch. Its forward returns the mean loss."""
-
-    def __init__(self, shape: Shape, vocabulary: int) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(PlainLayer(shape) for _ in range(shape.layers))
-        self.norm, self.output = nn.RMSNorm(shape.hidden), nn.Linear(shape.hidden, vocabulary, bias=False)
-        frequencies = 1e4 ** -(torch.arange(0, shape.kv_channels, 2) / shape.kv_channels)
-        angles = torch.outer(torch.arange(shape.seq), frequencies).repeat(1, 2)
-        self.register_buffer("cos", angles.cos())
-        self.register_buffer("sin", angles.sin())
-
-    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
-        """Returns the mean loss, [], fp32. tokens, labels: [B, S], int64."""
-        x = self.embedding(tokens)
-        for layer in self.layers:
-            x = layer(x, self.cos, self.sin)
-        return F.cross_entropy(self.output(self.norm(x)).float().flatten(0, 1), labels.flatten())
-
-
-def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the halves of each head against each other; x: [B, N, S, D]; cos, sin: [S, D], any float dtype."""
-    first, second = x.chunk(2, -1)
-    return x * cos + torch.cat((-second, first), -1) * sin
-
-
-def plain_step(shape: Shape, vocabulary: int = 256) -> Callable[[], None]:
-    """Builds the plain model and returns a step with clipping and fused AdamW."""
-    model = PlainModel(shape, vocabulary).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-
-    def step() -> None:
-        for _ in range(shape.microbatches):
-            tokens = torch.randint(vocabulary, (1, shape.seq + 1))
-            (model(tokens[:, :-1], tokens[:, 1:]) / shape.microbatches).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=False)
-
-    return step
 
 
 if __name__ == "__main__":

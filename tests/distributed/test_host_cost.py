@@ -30,9 +30,9 @@ class Budget:
 
 
 BUDGETS = {
-    "dropless": Budget(calls=2020, launches=2),
-    "static": Budget(calls=2930, launches=12),
-    "stash": Budget(calls=5370, launches=19),
+    "dropless": Budget(calls=1400, launches=5),
+    "static": Budget(calls=1710, launches=15),
+    "stash": Budget(calls=3080, launches=22),
 }
 
 
