@@ -19,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.core.device import SideStream, default_device, release_cached_memory
 from megatron.core.device import synchronize as wait_for_device
+from megatron.core.device.torch_internals import current_backward_id
 from megatron.core.distributed.bucket_group import ParamState, _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_storage import (
     BucketLifetimeGrads,
@@ -600,7 +601,7 @@ class _GradIntake:
 
     def _on_grad(self, source: _Source, param: torch.Tensor) -> None:
         is_added, source.is_added = source.is_added, False
-        if torch._C._current_graph_task_id() != self._task:
+        if current_backward_id() != self._task:
             self._begin_backward()
         if not self._only_accumulates:
             self._order.accumulate(source.group, source.slot.param)
@@ -609,7 +610,7 @@ class _GradIntake:
 
     def _add(self, source: _Source, param: nn.Parameter, new: WeightGrad) -> None:
         source.is_added = True
-        if torch._C._current_graph_task_id() != self._task:
+        if current_backward_id() != self._task:
             self._begin_backward()
         if self._only_accumulates:
             source.grads.add_at(source.slot, new)
@@ -618,7 +619,7 @@ class _GradIntake:
 
     def _begin_backward(self) -> None:
         # Also called when a backward continues after activation recomputation has run another backward inside it.
-        self._task = torch._C._current_graph_task_id()
+        self._task = current_backward_id()
         self._only_accumulates = self._order.only_accumulates(self._groups)
 
 
