@@ -21,11 +21,17 @@ OF_MODULES = {"_buffers", "_modules", "_parameters"}
 BY_NAME = ("getattr", "setattr", "delattr", "hasattr")
 
 
-def listed_interfaces() -> dict[str, set[str]]:
-    """Returns the files of each interface in the tables of the page: the third and the first cell of their rows."""
-    rows = re.findall(r"^\| (`.+?) \| .+? \| (`.+?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+def listed_interfaces(*, in_cpu_builds: bool = False) -> dict[str, set[str]]:
+    """Returns the files of each interface in the tables of the page: the third and the first cell of their rows.
+
+    in_cpu_builds: leave out the interfaces that only CUDA builds of torch have, according to the second cell.
+    """
+    rows = re.findall(r"^\| (`.+?) \| (.+?) \| (`.+?) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
     return {
-        name: set(re.findall(r"`([^`]+)`", files)) for names, files in rows for name in re.findall(r"`([^`]+)`", names)
+        name: set(re.findall(r"`([^`]+)`", files))
+        for names, versions, files in rows
+        for name in re.findall(r"`([^`]+)`", names)
+        if not (in_cpu_builds and versions.endswith("CUDA"))
     }
 
 
