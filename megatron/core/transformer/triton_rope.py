@@ -10,15 +10,16 @@ never on the GPU, so the sums have the same digits in each run and on each GPU o
 """
 # mypy: allow-untyped-defs
 
-from collections.abc import Iterator, Mapping, Sequence
+import functools
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
+from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
 
 # Channels that a program processes per iteration, 16 per thread.
 _TILE = 2048
@@ -28,7 +29,12 @@ _WARPS = {"num_warps": 4}
 _GRAD_PROGRAMS = 512
 # Partial sums, and their columns, that a program of sum_partials_kernel adds per iteration.
 _SUM = {"PARTS": 256, "COLUMNS": 16}
-_COUNTS = ["num_tokens", "batch", "groups", "queries"]
+_COUNTS = ["num_tokens", "batch", "groups", "queries", "gates"]
+_STRIDES = ("seq_stride", "batch_stride", "group_stride", "head_stride")
+_GRAD_STRIDES = tuple(
+    f"{kind}_{dim}_stride" for kind in ("query", "key", "value", "gate") for dim in ("seq", "batch", "head")
+)
+_NO_STRIDES = (0, 0, 0, 0)  # of tensors that are None
 
 
 @triton.jit
@@ -126,7 +132,7 @@ def _rotate_rows(
         tl.store(results[:, None] + rest + column[None, :], others.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=[*_COUNTS, "gates", "query_tiles"])
+@triton.jit(do_not_specialize=[*_COUNTS, "query_tiles"])
 def rotate_kernel(
     x, query_weight, key_weight, cos, sin, query, key, num_tokens, batch, groups, queries, gates, query_tiles,
     width, half, first, rest, seq_stride, batch_stride, group_stride, head_stride, eps,
@@ -249,7 +255,7 @@ def _copy_rows(
         tl.store(results[:, None] + column[None, :], values.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit(do_not_specialize=[*_COUNTS, "gates", "query_programs", "key_programs", "value_programs"])
+@triton.jit(do_not_specialize=[*_COUNTS, "query_programs", "key_programs", "value_programs"])
 def rotate_grads_kernel(
     grad_query, grad_key, grad_value, grad_gate, x, query_weight, key_weight, cos, sin, out, partials,
     num_tokens, batch, groups, queries, gates, query_programs, key_programs, value_programs, width, half,
@@ -341,44 +347,20 @@ def rotate_qkv(
     contiguous; query_weight, key_weight: [D], any float dtype, or None. Returns query [S, B, G * q, D] and key
     [S, B, G, D], contiguous, in the narrower dtype of mixed_qkv and the weights.
     """
-    mixed_qkv = _with_adjacent_channels(mixed_qkv)
+    mixed_qkv, strides = _adjacent(mixed_qkv)
     seq, batch, groups, parts, width = mixed_qkv.shape
-    queries = parts - gates - 2
+    queries, num_tokens = parts - gates - 2, seq * batch
     dtype = mixed_qkv.dtype
     if query_weight is not None and query_weight.itemsize < dtype.itemsize:
         dtype = query_weight.dtype
-    query = mixed_qkv.new_empty(seq, batch, groups * queries, width, dtype=dtype)
-    key = mixed_qkv.new_empty(seq, batch, groups, width, dtype=dtype)
-    if mixed_qkv.numel():
-        tile = _tile(width, cos.shape[1])
-        query_tiles = _tiles(seq * batch * groups * queries, tile["ROWS"])
-        with torch.accelerator.device_index(mixed_qkv.device.index):
-            rotate_kernel[(query_tiles + _tiles(seq * batch * groups, tile["ROWS"]),)](
-                mixed_qkv,
-                query_weight,
-                key_weight,
-                cos,
-                sin,
-                query,
-                key,
-                seq * batch,
-                batch,
-                groups,
-                queries,
-                gates,
-                query_tiles,
-                width,
-                cos.shape[1],
-                0,
-                2 * cos.shape[1],
-                *mixed_qkv.stride()[:4],
-                eps,
-                IS_ZERO_CENTERED=zero_centered,
-                IS_INTERLEAVED=interleaved,
-                IS_INVERSE=False,
-                **tile,
-                **_WARPS,
-            )
+    query = mixed_qkv.new_empty((seq, batch, groups * queries, width), dtype=dtype)
+    key = mixed_qkv.new_empty((seq, batch, groups, width), dtype=dtype)
+    if num_tokens:
+        launch, tile_rows = _rotation(width, cos.shape[1], 0, strides, eps, zero_centered, interleaved, False)
+        query_tiles = -(-num_tokens * groups * queries // tile_rows)
+        programs = query_tiles + -(-num_tokens * groups // tile_rows)
+        tensors = (mixed_qkv, query_weight, key_weight, cos, sin, query, key)
+        launch(programs, tensors, (num_tokens, batch, groups, queries, gates, query_tiles))
     return query, key
 
 
@@ -388,44 +370,30 @@ def rotate(t: Tensor, cos: Tensor, sin: Tensor, *, first: int, interleaved: bool
     cos, sin: [S, D_rot / 2], fp32 or fp64, contiguous. first: index of the first rotated channel, 0 or D - D_rot.
     Returns a contiguous tensor of t's shape and dtype.
     """
-    t = _with_adjacent_channels(t)
+    t, (seq_stride, batch_stride, *of_heads) = _adjacent(t)
     seq, batch, heads, width = t.shape
-    out = torch.empty_like(t, memory_format=torch.contiguous_format)
-    if out.numel():
-        half, tile = cos.shape[1], _tile(width, cos.shape[1])
-        tiles = _tiles(seq * batch * heads, tile["ROWS"])
-        seq_stride, batch_stride, head_stride, _ = t.stride()
-        with torch.accelerator.device_index(t.device.index):
-            rotate_kernel[(tiles,)](
-                t,
-                None,
-                None,
-                cos,
-                sin,
-                out,
-                None,
-                seq * batch,
-                batch,
-                1,
-                heads,
-                0,
-                tiles,
-                width,
-                half,
-                first,
-                0 if first else 2 * half,
-                seq_stride,
-                batch_stride,
-                0,
-                head_stride,
-                0.0,
-                IS_ZERO_CENTERED=False,
-                IS_INTERLEAVED=interleaved,
-                IS_INVERSE=inverse,
-                **tile,
-                **_WARPS,
-            )
+    out = t.new_empty(t.shape)
+    num_tokens = seq * batch
+    if num_tokens:
+        # One group of all heads.
+        strides = (seq_stride, batch_stride, 0, *of_heads)
+        launch, tile_rows = _rotation(width, cos.shape[1], first, strides, 0.0, False, interleaved, inverse)
+        tiles = -(-num_tokens * heads // tile_rows)
+        launch(tiles, (t, None, None, cos, sin, out, None), (num_tokens, batch, 1, heads, 0, tiles))
     return out
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _rotation(
+    width: int, half: int, first: int, strides: tuple[int, ...], eps: float, *flags: bool
+) -> tuple[PreparedLaunch, int]:
+    """Returns a launch of rotate_kernel, and the rows of a tile. strides: of sequence, batch, group, head, channel."""
+    tile, (zero_centered, interleaved, inverse) = _tile(width, half), flags
+    sizes = {"width": width, "half": half, "first": first, "rest": 0 if first else 2 * half}
+    of_dims = dict(zip(_STRIDES, strides[:4], strict=True))
+    constants = {"IS_ZERO_CENTERED": zero_centered, "IS_INTERLEAVED": interleaved, "IS_INVERSE": inverse}
+    fixed = {**sizes, **of_dims, "eps": eps, **constants, **tile}
+    return PreparedLaunch(rotate_kernel, fixed, options=_WARPS), tile["ROWS"]
 
 
 def rotate_qkv_grads(
@@ -452,52 +420,69 @@ def rotate_qkv_grads(
     """
     seq, batch, groups, width = grad_key.shape
     queries, gates = grad_query.shape[2] // groups, 0 if grad_gate is None else grad_gate.shape[3]
-    given = [_with_adjacent_channels(grad) for grad in (grad_query, grad_key, grad_value)]
-    gate = None if grad_gate is None else _with_adjacent_channels(grad_gate).flatten(2, 3)
-    x = None if mixed_qkv is None else _with_adjacent_channels(mixed_qkv)
-    out = grad_value.new_empty(seq, batch, groups, queries + gates + 2, width)
-    tile = _tile(width, cos.shape[1])
-    programs = [_tiles(seq * batch * groups * heads, tile["ROWS"]) for heads in (queries, 1, 1, gates)]
-    grad_weights, partials = out.new_empty(0), None
-    if query_weight is not None:
-        programs = _programs(programs)
-        grad_weights = query_weight.new_empty(2, width)
-        partials = cos.new_empty(programs[0] + programs[1], width)
-    with torch.accelerator.device_index(out.device.index):
-        if out.numel():
-            rotate_grads_kernel[(sum(programs),)](
-                *given,
-                gate,
-                x,
-                query_weight,
-                key_weight,
-                cos,
-                sin,
-                out,
-                partials,
-                seq * batch,
-                batch,
-                groups,
-                queries,
-                gates,
-                *programs[:3],
-                width,
-                cos.shape[1],
-                *(stride for grad in given for stride in grad.stride()[:3]),
-                *((0, 0, 0) if gate is None else gate.stride()[:3]),
-                *((0, 0, 0, 0) if x is None else x.stride()[:4]),
-                eps,
-                IS_ZERO_CENTERED=zero_centered,
-                IS_INTERLEAVED=interleaved,
-                WIDTH=_power_of_two(width),
-                **tile,
-                **_WARPS,
-            )
-        if partials is not None:
-            sum_partials_kernel[(_tiles(width, _SUM["COLUMNS"]), 2)](
-                partials, grad_weights, programs[0], programs[1], width, **_SUM, **_WARPS
-            )
+    (grad_query, of_query), (grad_key, of_key) = _adjacent(grad_query), _adjacent(grad_key)
+    grad_value, of_value = _adjacent(grad_value)
+    of_gate, of_x, num_tokens = _NO_STRIDES, _NO_STRIDES, seq * batch
+    if grad_gate is not None:
+        grad_gate, of_gate = _adjacent(grad_gate.flatten(2, 3))
+    if mixed_qkv is not None:
+        mixed_qkv, of_x = _adjacent(mixed_qkv)
+    out = grad_value.new_empty((seq, batch, groups, queries + gates + 2, width))
+    launch, tile_rows = _gradient(
+        width, cos.shape[1], of_query, of_key, of_value, of_gate, of_x, eps, zero_centered, interleaved
+    )
+    rows = num_tokens * groups
+    tiles = (
+        -(-rows * queries // tile_rows),
+        -(-rows // tile_rows),
+        -(-rows // tile_rows),
+        -(-rows * gates // tile_rows),
+    )
+    if query_weight is None:
+        grad_weights, partials, programs = out.new_empty(0), None, tiles
+    else:
+        programs = _programs(tiles)
+        grad_weights = query_weight.new_empty((2, width))
+        partials = cos.new_empty((programs[0] + programs[1], width))
+    of_queries, of_keys, of_values, of_gates = programs
+    if num_tokens:
+        launch(
+            of_queries + of_keys + of_values + of_gates,
+            (grad_query, grad_key, grad_value, grad_gate, mixed_qkv, query_weight, key_weight, cos, sin, out, partials),
+            (num_tokens, batch, groups, queries, gates, of_queries, of_keys, of_values),
+        )
+    if partials is not None:
+        add, columns = _sum(width)
+        add(columns, (partials, grad_weights), (of_queries, of_keys), columns=2)
     return out, grad_weights
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _gradient(
+    width: int,
+    half: int,
+    of_query: tuple[int, ...],
+    of_key: tuple[int, ...],
+    of_value: tuple[int, ...],
+    of_gate: tuple[int, ...],
+    of_x: tuple[int, ...],
+    eps: float,
+    *flags: bool,
+) -> tuple[PreparedLaunch, int]:
+    """Returns a launch of rotate_grads_kernel, and the rows of a tile. of_...: strides of the gradients and of x."""
+    tile, (zero_centered, interleaved) = _tile(width, half), flags
+    of_grads = dict(zip(_GRAD_STRIDES, (*of_query[:3], *of_key[:3], *of_value[:3], *of_gate[:3]), strict=True))
+    strides = {**of_grads, **dict(zip(_STRIDES, of_x[:4], strict=True))}
+    constants = {"IS_ZERO_CENTERED": zero_centered, "IS_INTERLEAVED": interleaved, "WIDTH": next_power_of_2(width)}
+    fixed = {"width": width, "half": half, **strides, "eps": eps, **constants, **tile}
+    return PreparedLaunch(rotate_grads_kernel, fixed, options=_WARPS), tile["ROWS"]
+
+
+@functools.cache
+def _sum(width: int) -> tuple[PreparedLaunch, int]:
+    """Returns a launch of sum_partials_kernel, and the number of its tiles of columns."""
+    launch = PreparedLaunch(sum_partials_kernel, {"width": width, **_SUM}, options=_WARPS)
+    return launch, -(-width // _SUM["COLUMNS"])
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
@@ -521,9 +506,9 @@ def compile_cases() -> Iterator[CompileCase]:
         words = f"{name}, {half} pairs of {width} channels{', norms' if norms else ''}"
         weights = dict.fromkeys(("query_weight", "key_weight"), data if norms else None)
         table = dict.fromkeys(("cos", "sin"), "*fp32:16")
-        counts = dict.fromkeys(("num_tokens", "batch", "groups", "queries", "gates"), "i32")
+        counts = dict.fromkeys(_COUNTS, "i32")
         sizes: dict[str, Any] = {"width": size, "half": size, "eps": "fp32"}
-        strides = dict.fromkeys((f"{kind}_stride" for kind in ("seq", "batch", "group", "head")), size)
+        strides = dict.fromkeys(_STRIDES, size)
         flags = {"IS_ZERO_CENTERED": False, "IS_INTERLEAVED": interleaved}
         shared = {**weights, **table, **counts, **sizes, **strides, **flags, **_tile(width, half)}
         yield compile_case(
@@ -546,15 +531,8 @@ def compile_cases() -> Iterator[CompileCase]:
             x=data if norms else None,
             partials="*fp32:16" if norms else None,
             **dict.fromkeys((f"{kind}_programs" for kind in ("query", "key", "value")), "i32"),
-            **dict.fromkeys(
-                (
-                    f"{kind}_{of}_stride"
-                    for kind in ("query", "key", "value", "gate")
-                    for of in ("seq", "batch", "head")
-                ),
-                size,
-            ),
-            WIDTH=_power_of_two(width),
+            **dict.fromkeys(_GRAD_STRIDES, size),
+            WIDTH=next_power_of_2(width),
             **shared,
         )
     yield compile_case(
@@ -570,28 +548,24 @@ def compile_cases() -> Iterator[CompileCase]:
     )
 
 
-def _with_adjacent_channels(t: Tensor) -> Tensor:
-    return t if t.stride(-1) == 1 else t.contiguous()
+def _adjacent(t: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """Returns t, or a copy if its channels are not adjacent, and the strides."""
+    strides = t.stride()
+    if strides[-1] == 1:
+        return t, strides
+    t = t.contiguous()
+    return t, t.stride()
 
 
 def _tile(width: int, half: int) -> dict[str, int]:
     """Returns the tile of a program: rows, and the powers of two that hold channel pairs and the other channels."""
-    pairs, others = _power_of_two(half), _power_of_two(width - 2 * half)
+    pairs, others = next_power_of_2(half), next_power_of_2(width - 2 * half) if width > 2 * half else 0
     rows = max(1, _TILE // (2 * pairs + others))
     return {"ROWS": 1 << (rows.bit_length() - 1), "HALF": pairs, "REST": others}
 
 
-def _programs(tiles: Sequence[int]) -> list[int]:
+@functools.lru_cache(MAX_PREPARED)
+def _programs(tiles: tuple[int, ...]) -> tuple[int, ...]:
     """Distributes _GRAD_PROGRAMS over kinds of heads in proportion to their tiles, with at least one per kind."""
     share = min(1.0, _GRAD_PROGRAMS / max(1, sum(tiles)))
-    return [min(number, max(1, int(number * share))) for number in tiles]
-
-
-def _tiles(size: int, size_of_tile: int) -> int:
-    # Not triton.cdiv, which takes microseconds.
-    return -(-size // size_of_tile)
-
-
-def _power_of_two(size: int) -> int:
-    """Returns the smallest power of two that is at least `size`, or 0 for 0."""
-    return 1 << (size - 1).bit_length() if size else 0
+    return tuple(min(number, max(1, int(number * share))) for number in tiles)
