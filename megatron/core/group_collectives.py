@@ -71,10 +71,11 @@ def all_gather_rows(x: Tensor, group: ProcessGroup | None) -> Pending:
 
     x: [N, *], any dtype; N must be equal on all ranks. Result: [ranks * N, *], same dtype.
     """
-    if group_size(group) == 1:
+    ranks = group_size(group)
+    if ranks == 1:
         return Pending(x, None)
     x = x.contiguous()
-    shape = group_size(group) * x.shape[0], *x.shape[1:]
+    shape = ranks * x.shape[0], *x.shape[1:]
     result = arriving(shape, group, dtype=x.dtype, device=x.device)
     return Pending(result, all_gather_single(result, x, group=group, async_op=True), kept=x)
 
@@ -85,10 +86,11 @@ def reduce_scatter_rows(x: Tensor, group: ProcessGroup | None) -> Pending:
     x: [ranks * N, *], any dtype. Result: [N, *], same dtype. Raises ValueError if the first dimension is not divisible
     by the number of ranks.
     """
-    if group_size(group) == 1:
+    ranks = group_size(group)
+    if ranks == 1:
         return Pending(x, None)
     x = x.contiguous()
-    shape = divide(x.shape[0], group_size(group)), *x.shape[1:]
+    shape = divide(x.shape[0], ranks), *x.shape[1:]
     result = arriving(shape, group, dtype=x.dtype, device=x.device)
     return Pending(result, reduce_scatter_single(result, x, group=group, async_op=True), kept=x)
 

@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataPar
 from torch.profiler import record_function
 from torch.torch_version import TorchVersion
 
+from megatron.core.autograd import PlainFunction
 from megatron.core.parallel_state import get_expert_tensor_parallel_group, get_tensor_model_parallel_group
 from megatron.core.process_groups_config import group_rank, group_size
 
@@ -128,7 +129,7 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     return _without_base(inp, requires_grad)
 
 
-class _Viewless(torch.autograd.Function):
+class _Viewless(PlainFunction):
     @staticmethod
     def forward(ctx: Any, inp: Tensor, requires_grad: bool) -> Tensor:
         return _without_base(inp, requires_grad)

@@ -22,7 +22,7 @@ ROOT = CORE.parents[1]
 # Public names that begin with an underscore, as in Megatron.
 MEGATRON_CLASSES = {"_ParamAndGradBuffer", "_ParamAndGradBucket", "_ParamAndGradBucketGroup"}
 # Decorators of many functions that only forward calls.
-_PASSED_THROUGH = (CORE / "device" / "trace_ranges.py",)
+_PASSED_THROUGH = (CORE / "device" / "trace_ranges.py", CORE / "autograd.py")
 # Unnamed functions are counted as their enclosing function.
 _UNNAMED = ("<lambda>", "<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 

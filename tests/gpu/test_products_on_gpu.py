@@ -74,7 +74,7 @@ def test_gradients_are_added_to_fp32_in_the_product(dtype: torch.dtype, counts: 
     exact = exact_results(rows, weight, grad, counts)[2]
     main_grad, scale = torch.full(weight.shape, 0.5, device=device), 0.3
 
-    def take(_: torch.nn.Parameter, new: WeightGrad) -> None:
+    def take(new: WeightGrad) -> None:
         new.add_to(main_grad, scale=scale, is_zero=False)
 
     set_grad_owner(weight, GradOwner(main_grad, take))

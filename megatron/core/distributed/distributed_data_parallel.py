@@ -608,14 +608,14 @@ class _GradIntake:
         elif param.grad is not None or not is_added:
             source.grads.accumulate_at(source.slot)
 
-    def _add(self, source: _Source, param: nn.Parameter, new: WeightGrad) -> None:
+    def _add(self, source: _Source, new: WeightGrad) -> None:
         source.is_added = True
         if current_backward_id() != self._task:
             self._begin_backward()
         if self._only_accumulates:
             source.grads.add_at(source.slot, new)
         else:
-            self._order.add_gradient(source.group, param, new=new)
+            self._order.add_gradient(source.group, source.slot.param, new=new)
 
     def _begin_backward(self) -> None:
         # Also called when a backward continues after activation recomputation has run another backward inside it.

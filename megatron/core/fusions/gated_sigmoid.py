@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.device import RowChunks
 
 # Sizes of the chunks of rows that are processed together. On the CPU, a chunk's temporaries fit in the shared cache. On
@@ -71,7 +71,7 @@ class GatedSigmoid:
             out_up.masked_fill_(up.abs() > self.clamp, 0)
 
 
-class _GatedSigmoid(torch.autograd.Function):
+class _GatedSigmoid(PlainFunction):
     """Autograd function that saves only gate_up and the weights; backward recomputes the sigmoid."""
 
     @staticmethod
@@ -90,7 +90,7 @@ class _GatedSigmoid(torch.autograd.Function):
         return act.view(*gate_up.shape[:-1], ffn)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_act: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         gate_up, weights = ctx.saved_tensors
         unit: GatedSigmoid = ctx.unit

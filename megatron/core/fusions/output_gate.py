@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from megatron.core.autograd import PlainFunction, first_order
 
 
 def apply_output_gate(context: Tensor, gate: Tensor) -> Tensor:
@@ -16,7 +17,7 @@ def apply_output_gate(context: Tensor, gate: Tensor) -> Tensor:
     return gated
 
 
-class _OutputGate(torch.autograd.Function):
+class _OutputGate(PlainFunction):
     """Autograd function that saves context and gate.
 
     Saving gate costs no memory, because it is a part of the projection, which the values keep alive anyway.
@@ -28,7 +29,7 @@ class _OutputGate(torch.autograd.Function):
         return (context.reshape(gate.shape) * _sigmoid(gate)).to(context.dtype).view(context.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         context, gate = ctx.saved_tensors
         open_share = _sigmoid(gate)

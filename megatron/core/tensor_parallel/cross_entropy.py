@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.device import RowChunks
 from megatron.core.group_collectives import all_gather_rows
 from megatron.core.parallel_state import group_or_existing
@@ -110,7 +110,7 @@ class _Columns:
         return ranks[:, 0].logsumexp(dim=0), ranks[:, 1].sum(dim=0)
 
 
-class _CrossEntropyInPlace(torch.autograd.Function):
+class _CrossEntropyInPlace(PlainFunction):
     """Replaces logits by probabilities in forward and by gradients in backward, in the same memory."""
 
     @staticmethod
@@ -137,7 +137,7 @@ class _CrossEntropyInPlace(torch.autograd.Function):
         return (log_sum - of_label).view(target.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None]:
         # In-place writes change the tensor's version, so autograd rejects a second backward.
         probs, labels, mine, share = ctx.saved_tensors
@@ -162,7 +162,7 @@ def _can_overwrite(rows: Tensor) -> bool:
     return rows.device.type == "cpu"
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _CrossEntropy(PlainFunction):
     """Saves the logits and one number per token. Backward recomputes the exponentials chunk by chunk."""
 
     @staticmethod
@@ -192,7 +192,7 @@ class _CrossEntropy(torch.autograd.Function):
         return loss.view(target.shape)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor, None, None, None]:
         logits, labels, mine, log_sum = ctx.saved_tensors
         num_valid = ctx.columns.valid

@@ -5,9 +5,9 @@ from typing import Any, TypeVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.config_field import require_defaults
 from megatron.core.group_collectives import Pending, all_gather_rows, all_reduce_sum, reduce_scatter_rows
 from megatron.core.parallel_state import group_or_existing
@@ -44,8 +44,9 @@ def linear_with_grad_accumulation_and_async_allreduce(
     if grad_output_buffer is not None or wgrad_deferral_limit or gtp_remat_size != 1 or output_dtype is not None:
         _require_plain_product(grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype)
     tp_group = group_or_existing(tp_group)
-    # Autograd records these casts, so that the functions below save and multiply tensors of one dtype.
-    input, weight, bias = autocast_input(input), autocast_input(weight), autocast_input(bias)
+    if is_autocast_on(input):
+        # Autograd records these casts, so that the functions below save and multiply tensors of one dtype.
+        input, weight, bias = autocast_input(input), autocast_input(weight), autocast_input(bias)
     fuses = gradient_accumulation_fusion and has_grad_owner(weight)
     output: Tensor
     if group_size(tp_group) > 1 and (allreduce_dgrad or sequence_parallel):
@@ -67,16 +68,19 @@ def autocast_input(tensor: _Given) -> _Given:
 
     tensor: any shape and float dtype, or None.
     """
-    if tensor is None or tensor.dtype == torch.float64:
+    if tensor is None or tensor.dtype == torch.float64 or not is_autocast_on(tensor):
         return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))
+
+
+def is_autocast_on(tensor: Tensor) -> bool:
+    """Returns whether torch.autocast is enabled for the device of a tensor: any shape and dtype."""
     kind = tensor.device.type
     # torch raises an error for autocast on the meta device.
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return tensor
-    return tensor.to(torch.get_autocast_dtype(kind))
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
-class _OwnLinear(torch.autograd.Function):
+class _OwnLinear(PlainFunction):
     """Linear function of a single rank for a weight with a gradient owner. Supports double backward, like F.linear."""
 
     @staticmethod
@@ -96,7 +100,7 @@ class _OwnLinear(torch.autograd.Function):
         return grad_x, grad_weight, rows.sum(dim=0) if needs_bias else None
 
 
-class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
+class LinearWithGradAccumulationAndAsyncCommunication(PlainFunction):
     """Linear function over a tensor-parallel group. With sequence_parallel, saves only this rank's input."""
 
     @staticmethod
@@ -128,7 +132,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(torch.autograd.Function):
         return F.linear(_whole(input, ctx).wait(), weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients of input, weight and bias. grad_output: [*, O], the dtype of the input."""
         x, weight = ctx.saved_tensors
@@ -178,7 +182,7 @@ def linear_with_frozen_weight(
     return output
 
 
-class LinearWithFrozenWeight(torch.autograd.Function):
+class LinearWithFrozenWeight(PlainFunction):
     """Computes y = x W^T (+ b) without a gradient of the weight, so that the input need not be saved."""
 
     @staticmethod
@@ -201,7 +205,7 @@ class LinearWithFrozenWeight(torch.autograd.Function):
         return F.linear(input, weight, bias)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         """Computes the gradients of input and bias. grad_output: [*, O], the dtype of the weight."""
         (weight,) = ctx.saved_tensors

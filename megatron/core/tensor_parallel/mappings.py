@@ -15,9 +15,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.config_field import require_defaults
 from megatron.core.group_collectives import all_gather_rows, all_reduce_sum, arriving, reduce_scatter_rows
 from megatron.core.parallel_state import group_or_existing
@@ -180,19 +180,19 @@ def part_of(x: Tensor, group: ProcessGroup | None, *, dim: int) -> Tensor:
     return x.narrow(dim, group_rank(group) * part, part)
 
 
-class _Moved(torch.autograd.Function):
+class _Moved(PlainFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup | None, forward: _Move, backward: _Move) -> Tensor:
         ctx.group, ctx.backward_move = group, backward
         return forward(x, group)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         return ctx.backward_move(grad, ctx.group), None, None, None
 
 
-class _SummedInPlace(torch.autograd.Function):
+class _SummedInPlace(PlainFunction):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: ProcessGroup | None) -> Tensor:
         assert x.is_contiguous(), "the sum must not be written to a copy"
@@ -201,7 +201,7 @@ class _SummedInPlace(torch.autograd.Function):
         return all_reduce_sum(x, group).wait()
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 

@@ -13,6 +13,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import PlainFunction
 from megatron.core.config_field import require_defaults
 from megatron.core.device import (
     DATA_PARALLEL_RNG,
@@ -159,7 +160,7 @@ def _refuse_distributed_arguments(distribute_saved_activations: bool) -> None:
         )
 
 
-class CheckpointFunction(torch.autograd.Function):
+class CheckpointFunction(PlainFunction):
     """The reentrant form of `checkpoint`, for scripts that call it directly. Its backward runs a nested backward.
 
     At least one tensor argument must require a gradient. torch.autograd.grad is not supported.
@@ -452,7 +453,7 @@ class _Kept:
         return [next(saved) if other is None else other[0] for other in self._others]
 
 
-class _SaveTensors(torch.autograd.Function):
+class _SaveTensors(PlainFunction):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
         ctx.save_for_backward(*tensors)

@@ -20,6 +20,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from megatron.core.autograd import PlainFunction
+
 
 class WeightGrad(Protocol):
     """The gradient of one use of a weight, computed on demand."""
@@ -43,11 +45,10 @@ class WeightGrad(Protocol):
 class GradOwner:
     """Accumulates the gradients of one weight.
 
-    main_grad: accumulation buffer, [*weight shape]. take: called with the weight and each gradient; must add the
-    gradient before it returns.
+    main_grad: accumulation buffer, [*weight shape]. take: called with each gradient; must add it before it returns.
     """
 
-    def __init__(self, main_grad: Tensor, take: Callable[[nn.Parameter, WeightGrad], None]) -> None:
+    def __init__(self, main_grad: Tensor, take: Callable[[WeightGrad], None]) -> None:
         self.main_grad, self.take = main_grad, take
 
 
@@ -58,7 +59,7 @@ def set_grad_owner(param: nn.Parameter, owner: GradOwner | None) -> None:
 
 def has_grad_owner(weight: Tensor) -> bool:
     """Returns whether an owner accumulates the gradient of the current use of a weight: any shape and dtype."""
-    return torch.is_grad_enabled() and weight.requires_grad and _owner_of(weight) is not None
+    return weight.requires_grad and _owner_of(weight) is not None and torch.is_grad_enabled()
 
 
 def hand_over(weight: Tensor, grad: WeightGrad, *, node: Any) -> Tensor | None:
@@ -77,8 +78,7 @@ def hand_over(weight: Tensor, grad: WeightGrad, *, node: Any) -> Tensor | None:
         or not _adds_up(node)
     ):
         return grad.compute()
-    assert isinstance(weight, nn.Parameter)
-    owner.take(weight, grad)
+    owner.take(grad)
     return None
 
 
@@ -123,7 +123,7 @@ def look_up(ids: Tensor, weight: Tensor) -> Tensor:
     return nn.functional.embedding(ids, weight)
 
 
-class _LookUp(torch.autograd.Function):
+class _LookUp(PlainFunction):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(ids)
@@ -160,7 +160,7 @@ class _LookUpGrad:
 
 
 def _owner_of(weight: Tensor) -> GradOwner | None:
-    owner: GradOwner | None = vars(weight).get("grad_owner")
+    owner: GradOwner | None = weight.__dict__.get("grad_owner")
     return owner
 
 

@@ -21,8 +21,8 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.group_collectives import all_gather_rows, arriving
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import (
@@ -374,7 +374,7 @@ class HeadExchangeAttention:
         return own.flatten(2)
 
 
-class _SequenceToHeads(torch.autograd.Function):
+class _SequenceToHeads(PlainFunction):
     """Gathers the sequence and splits the heads by an all-to-all: [S / size, B, N, D] -> [S, B, N / size, D]."""
 
     @staticmethod
@@ -383,12 +383,12 @@ class _SequenceToHeads(torch.autograd.Function):
         return _to_heads(part, group)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _to_sequence(grad, ctx.group), None
 
 
-class _HeadsToSequence(torch.autograd.Function):
+class _HeadsToSequence(PlainFunction):
     """Inverts _SequenceToHeads: [S, B, N / size, D] -> [S / size, B, N, D]."""
 
     @staticmethod
@@ -397,7 +397,7 @@ class _HeadsToSequence(torch.autograd.Function):
         return _to_sequence(heads, group)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _to_heads(grad, ctx.group), None
 

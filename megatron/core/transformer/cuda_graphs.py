@@ -35,9 +35,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.device.torch_internals import TreeSpec, is_in_backward, tree_flatten, tree_unflatten
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.graphs.capture import CONSTANTS, CaptureFailedError, Graph, GraphDevice, naming_first_error
@@ -590,7 +590,7 @@ class _Lease:
         self.give_back.atexit = False
 
 
-class _Replay(torch.autograd.Function):
+class _Replay(PlainFunction):
     @staticmethod
     def forward(ctx: Any, lease: _Lease, num_given: int, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.lease, ctx.num_given = lease, num_given
@@ -599,7 +599,7 @@ class _Replay(torch.autograd.Function):
         return (*produced, *plain)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         lease: _Lease = ctx.lease
         if not lease.give_back.alive:

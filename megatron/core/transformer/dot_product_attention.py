@@ -22,7 +22,6 @@ and 1.2 s with a mask (8 heads, one core).
 import inspect
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -30,10 +29,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.varlen import varlen_attn
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
 from megatron.core.logical_tensors import LogicalPiece
@@ -324,21 +323,22 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         sink: Tensor | None,
     ) -> Tensor:
         assert sink is None, "the constructor chooses the reference for sinks"
-        with self._kernel_choice():
-            return F.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=allowed,
-                dropout_p=dropout,
-                is_causal=is_causal,
-                scale=scale,
-                # The kernel shares keys and values inside a group, so that they are not copied per query head.
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
-
-    def _kernel_choice(self) -> AbstractContextManager[None]:
-        return sdpa_kernel(self.kernels) if self.kernels else nullcontext()
+        attend = partial(
+            F.scaled_dot_product_attention,
+            query,
+            key,
+            value,
+            attn_mask=allowed,
+            dropout_p=dropout,
+            is_causal=is_causal,
+            scale=scale,
+            # The kernel shares keys and values inside a group, so that they are not copied per query head.
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        if not self.kernels:
+            return attend()
+        with sdpa_kernel(self.kernels):
+            return attend()
 
 
 def validate_backend(backend: AttnBackend, *, dropout: float) -> None:
@@ -473,7 +473,7 @@ class _Segments:
         }
 
 
-class _VarlenWithSink(torch.autograd.Function):
+class _VarlenWithSink(PlainFunction):
     """Variable-length attention with a sink. See [Note: attention sinks].
 
     query [T, N, D], key and value [T, G, D], sink [N] -> [T, N, D].
@@ -493,7 +493,7 @@ class _VarlenWithSink(torch.autograd.Function):
         return output
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         query, key, value, sink, output, log_sum = ctx.saved_tensors
         segments: _Segments = ctx.segments

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.tensor_parallel.copies import CopiedWithGroups
 from megatron.core.tensor_parallel.layers import empty_values, new_parameter, zero_parameter
@@ -42,11 +42,12 @@ class LayerNorm(CopiedWithGroups):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes x: [*, hidden_size], any float dtype. The result has the narrower dtype of x and weight."""
-        dtype = narrower(x.dtype, self.weight.dtype)
+        weight = self.weight
+        dtype = narrower(x.dtype, weight.dtype)
         if not self.zero_centered and x.dtype == dtype:
-            return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+            return F.layer_norm(x, weight.shape, weight, self.bias, self.eps)
         # Not in half precision, in which 1 + weight would lose the digits that weight has near 0.
-        scale = one_plus(self.weight) if self.zero_centered else self.weight
+        scale = one_plus(weight) if self.zero_centered else weight
         wide = torch.promote_types(x.dtype, scale.dtype)
         normed = F.layer_norm(x.to(wide), scale.shape, scale.to(wide), self.bias.to(wide), self.eps)
         return normed.to(dtype)
@@ -66,8 +67,9 @@ class RMSNorm(CopiedWithGroups):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalizes x: [*, hidden_size], any float dtype. The result has the narrower dtype of x and weight."""
-        scale = one_plus(self.weight) if self.zero_centered else self.weight
-        return rms_norm(x, scale, eps=self.eps, dtype=narrower(x.dtype, self.weight.dtype))
+        weight = self.weight
+        scale = one_plus(weight) if self.zero_centered else weight
+        return rms_norm(x, scale, eps=self.eps, dtype=narrower(x.dtype, weight.dtype))
 
 
 def scale_parameter(size: int, config: TransformerConfig) -> nn.Parameter:
@@ -96,12 +98,14 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float, dtype: torch.dtype) -> Te
     """Computes x / sqrt(mean(x^2) + eps) * weight. x: [*, H]; weight: [H], any float dtypes -> [*, H], `dtype`."""
     if x.device.type == "cpu":
         return _RMSNormCPU.apply(x, weight, eps, dtype)
+    if x.dtype == weight.dtype == dtype:
+        return F.rms_norm(x, weight.shape, weight, eps)
     # torch's kernel requires one dtype for both.
     wide = torch.promote_types(x.dtype, weight.dtype)
     return F.rms_norm(x.to(wide), weight.shape, weight.to(wide), eps).to(dtype)
 
 
-class _RMSNormCPU(torch.autograd.Function):
+class _RMSNormCPU(PlainFunction):
     """RMSNorm on the CPU in five passes.
 
     torch's RMSNorm is one kernel on a GPU but ten passes on the CPU (torch 2.13).
@@ -114,7 +118,7 @@ class _RMSNormCPU(torch.autograd.Function):
         return normed
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None, None]:
         x, weight, inverse = ctx.saved_tensors
         return *plain_rms_norm_grads(grad, x, weight, inverse_rms=inverse), None, None

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.process_groups_config import ALONE, group_rank, group_size
 from megatron.core.tensor_parallel.largest_logits import LargestLogits
 from megatron.core.transformer.attention_tiles import (
@@ -166,7 +166,7 @@ def attend_in_tiles(query: Tensor, *, key: Tensor, value: Tensor, plan: TilePlan
     return context
 
 
-class _AttentionInTiles(torch.autograd.Function):
+class _AttentionInTiles(PlainFunction):
     """Autograd function of attend_in_tiles.
 
     query [S / size, B, N, D], key [S / size, B, G, D], value [S / size, B, G, E], sink [N] -> [S / size, B, N, E].
@@ -190,7 +190,7 @@ class _AttentionInTiles(torch.autograd.Function):
         return result.output.permute(2, 0, 1, 3)
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None, None]:
         query, key, value, sink, output, log_sum = ctx.saved_tensors
         plan: TilePlan = ctx.plan

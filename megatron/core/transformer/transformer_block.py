@@ -153,8 +153,8 @@ class TransformerBlock(GraphableMegatronModule):
         self._input = input_tensor
 
     def _run_layers(self, hidden_states: Tensor, *, layers: range, **known: Any) -> Tensor:
-        for index in layers:
-            hidden_states = output_of(self.layers[index](hidden_states=hidden_states, **known))
+        for layer in list(self.layers)[layers.start : layers.stop]:
+            hidden_states = output_of(layer(hidden_states=hidden_states, **known))
         return hidden_states
 
 
