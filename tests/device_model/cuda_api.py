@@ -317,7 +317,6 @@ def install() -> Device:
         setattr(cuda, name, value)
     torch.Generator = Generator  # type: ignore[misc]
     _replace_storage_methods(device)
-    torch._C._cuda_getCurrentRawStream = lambda _: int(LIBRARY.get_current_stream())  # type: ignore[attr-defined]
     torch._C._cuda_endAllocateToPool = _nothing  # type: ignore[attr-defined]
     torch._C._cuda_releasePool = _nothing  # type: ignore[attr-defined]
     CudaGraphs.capturing_together = _capturing_together  # type: ignore[method-assign,assignment]

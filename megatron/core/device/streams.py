@@ -115,33 +115,25 @@ class Writers:
     Autograd runs a parameter's hook on the stream of its forward, so gradients of one bucket may be written on several
     streams. A collective waits only for the stream that launches it. Without `join`, it may send gradients before the
     other streams have written them.
-
-    device: of tensors; a GPU must have an index.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._is_cuda = device, device.type == "cuda"
-        self._streams: set[torch.cuda.Stream] = set()
-        # Address of the stream that was noted last.
-        self._last = -1
+        self._streams: set[torch.Stream] = set()
 
     def note(self) -> None:
-        """Records the current stream as a writer."""
+        """Records the current stream as a writer; called for each gradient."""
         if self._is_cuda:
-            # A single call in C. A Stream object, which is built by Python code, is needed only after a change.
-            current = torch._C._cuda_getCurrentRawStream(self._device.index)  # as Triton's launchers and inductor do
-            if current != self._last:
-                self._last = current
-                self._streams.add(torch.cuda.current_stream(self._device))
+            # Unlike torch.cuda.current_stream, builds no torch.cuda.Stream in Python.
+            self._streams.add(torch.accelerator.current_stream(self._device.index))
 
     def join(self) -> None:
         """Makes the current stream wait for the recorded streams, and clears the record."""
         if self._streams:
-            current = torch.cuda.current_stream(self._device)
+            current = torch.accelerator.current_stream(self._device.index)
             for stream in self._streams - {current}:
                 current.wait_stream(stream)
             self._streams.clear()
-            self._last = -1
 
 
 class Arrival:

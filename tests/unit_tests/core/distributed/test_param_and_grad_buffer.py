@@ -256,7 +256,7 @@ def test_shard_buffer_returns_the_shard_of_each_rank():
 
 
 class _Stream:
-    """A mock of torch.cuda.Stream that records the streams that it waits for."""
+    """A mock of torch.Stream that records the streams that it waits for."""
 
     def __init__(self) -> None:
         self.waited: list[_Stream] = []
@@ -271,18 +271,14 @@ def test_a_reset_waits_for_writers_of_an_aborted_iteration_and_forgets_them(sett
     wrapped = DistributedDataParallel(ModelParallelConfig(), DistributedDataParallelConfig(**settings), model)
     storages = {bucket.grads: bucket for buffer in wrapped.buffers for bucket in buffer.buckets}
     for storage in storages:
-        storage._writers = Writers(torch.device("cuda:0"))
+        storage._writers = Writers(torch.device("cuda"))
     aborted, main = _Stream(), _Stream()
-    with (
-        patch.object(torch.cuda, "current_stream", lambda _: aborted),
-        # Not in torch's builds for CPUs.
-        patch.object(torch._C, "_cuda_getCurrentRawStream", lambda _: id(aborted), create=True),
-    ):
+    with patch.object(torch.accelerator, "current_stream", lambda _: aborted):
         for storage, bucket in storages.items():
             for slot in bucket.slots:
                 slot.param.grad = torch.ones_like(slot.param)
                 storage.accumulate(slot.param)
-    with patch.object(torch.cuda, "current_stream", lambda _: main):
+    with patch.object(torch.accelerator, "current_stream", lambda _: main):
         for storage in storages:
             storage.reset()
         assert main.waited == [aborted] * len(storages) and storages
