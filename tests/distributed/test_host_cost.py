@@ -30,9 +30,9 @@ class Budget:
 
 
 BUDGETS = {
-    "dropless": Budget(calls=1400, launches=5),
-    "static": Budget(calls=1710, launches=15),
-    "stash": Budget(calls=3080, launches=22),
+    "dropless": Budget(calls=1050, launches=5),
+    "static": Budget(calls=1375, launches=15),
+    "stash": Budget(calls=2745, launches=22),
 }
 
 
