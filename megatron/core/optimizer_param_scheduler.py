@@ -189,10 +189,14 @@ class _Schedule:
     wd_incr_style: str
     wd_incr_steps: int
     init_lr: float = 0.0
+    # Used only by WSD. Megatron-LM does not store these two.
+    wsd_decay_steps: int | None = None
+    lr_wsd_decay_style: str | None = None
 
     def __post_init__(self) -> None:
         self.validate_learning_rate()
         self.validate_steps()
+        self.validate_wsd()
         self.validate_weight_decay()
 
     def validate_learning_rate(self) -> None:
@@ -210,6 +214,20 @@ class _Schedule:
         in_range = 0 <= self.lr_warmup_steps < self.lr_decay_steps
         wanted = f"in 0 .. lr_decay_steps - 1 ({self.lr_decay_steps - 1})"
         _require(in_range, "lr_warmup_steps", value=self.lr_warmup_steps, wanted=wanted)
+
+    def validate_wsd(self) -> None:
+        if self.lr_decay_style != "WSD":
+            return
+        styles, steps = tuple(_WSD_DECAY), self.wsd_decay_steps
+        _require(
+            self.lr_wsd_decay_style in styles,
+            "lr_wsd_decay_style",
+            value=self.lr_wsd_decay_style,
+            wanted=f"in {styles}",
+        )
+        _require(
+            steps is not None and steps > 0, "wsd_decay_steps", value=steps, wanted="more than 0 for a WSD schedule"
+        )
 
     def validate_weight_decay(self) -> None:
         styles = WEIGHT_DECAY_STYLES
@@ -263,8 +281,9 @@ class OptimizerParamScheduler:
             wd_incr_style=wd_incr_style,
             wd_incr_steps=wd_incr_steps,
             init_lr=init_lr,
+            wsd_decay_steps=wsd_decay_steps,
+            lr_wsd_decay_style=lr_wsd_decay_style,
         )
-        self._wsd = _wsd_decay(lr_wsd_decay_style, wsd_decay_steps) if lr_decay_style == "WSD" else None
         self._override = override_opt_param_scheduler
         self._use_checkpoint = use_checkpoint_opt_param_scheduler
         self.step(0)
@@ -319,6 +338,11 @@ class OptimizerParamScheduler:
         ours = asdict(self.schedule)
         # Older checkpoints may lack newer names, which are then not compared.
         theirs = {name: state_dict.get(name, value) for name, value in ours.items()}
+        if self._use_checkpoint and theirs["lr_decay_style"] == "WSD" and theirs["wsd_decay_steps"] is None:
+            raise ValueError(
+                "the checkpoint's WSD schedule was stored without the length of its decay: give --lr-wsd-decay-iters "
+                "(or --lr-wsd-decay-samples) and --lr-wsd-decay-style as in its run"
+            )
         # replace() also validates the checkpoint's values.
         if self._use_checkpoint:
             self.schedule = replace(self.schedule, **theirs)
@@ -331,8 +355,10 @@ class OptimizerParamScheduler:
     def _decay_coefficient(self) -> float:
         schedule = self.schedule
         # WSD counts from the end of the schedule, other styles from the end of warm-up.
-        if self._wsd is not None:
-            return self._wsd(self.num_steps - schedule.lr_decay_steps)
+        if schedule.lr_decay_style == "WSD":
+            assert schedule.lr_wsd_decay_style is not None and schedule.wsd_decay_steps is not None, "validated above"
+            decayed = max(0, self.num_steps - schedule.lr_decay_steps + schedule.wsd_decay_steps)
+            return _WSD_DECAY[schedule.lr_wsd_decay_style](decayed / schedule.wsd_decay_steps)
         steps = schedule.lr_decay_steps - schedule.lr_warmup_steps
         return _DECAY[schedule.lr_decay_style]((self.num_steps - schedule.lr_warmup_steps) / steps)
 
@@ -395,16 +421,6 @@ def _wsd_steps(
     return decay_steps - batches.samples_after(stable_iters) + early * batches.sizes[0]
 
 
-def _wsd_decay(style: str | None, decay_steps: int | None) -> _Decay:
-    """Returns the decay coefficient as a function of the steps past the end of the schedule, negative before it."""
-    if style not in _WSD_DECAY:
-        raise ValueError(f"lr_wsd_decay_style is {style!r}: must be one of {', '.join(_WSD_DECAY)}")
-    if decay_steps is None or decay_steps <= 0:
-        raise ValueError(f"wsd_decay_steps is {decay_steps}: must be more than 0 with lr_decay_style WSD")
-    decay, steps = _WSD_DECAY[style], decay_steps
-    return lambda past_end: decay(max(0, past_end + steps) / steps)
-
-
 def _or_default(value: float | None, default: float) -> float:
     return default if value is None else value
 
@@ -419,6 +435,7 @@ def _with_effect(schedule: dict[str, Any]) -> dict[str, Any]:
     without = {"wd_incr_steps"} if schedule["wd_incr_style"] == "constant" else set()
     without |= {"lr_decay_steps"} if schedule["lr_decay_style"] == "constant" else set()
     without |= {"init_lr"} if schedule["lr_warmup_steps"] == 0 else set()
+    without |= {"wsd_decay_steps", "lr_wsd_decay_style"} if schedule["lr_decay_style"] != "WSD" else set()
     return {name: value for name, value in schedule.items() if name not in without}
 
 

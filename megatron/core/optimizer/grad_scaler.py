@@ -116,7 +116,8 @@ class DynamicGradScaler(MegatronGradScaler):
                 self._scale = max(self._scale * self._backoff_factor, self._min_scale)
             return
         self._clean_steps += 1
-        if self._clean_steps == self._growth_interval:
+        # More than the interval after a resume with a shorter one.
+        if self._clean_steps >= self._growth_interval:
             self._clean_steps = 0
             self._overflows_left = self._hysteresis
             # No upper limit is needed: the next overflow reduces the scale.
@@ -137,7 +138,8 @@ class DynamicGradScaler(MegatronGradScaler):
         # JSON may have turned it into an integer.
         self._scale = float(state_dict["scale"])
         self._clean_steps = int(state_dict["growth_tracker"])
-        self._overflows_left = int(state_dict["hysteresis_tracker"])
+        # The limit applies to a resumed run with a lower hysteresis from the first step on.
+        self._overflows_left = min(int(state_dict["hysteresis_tracker"]), self._hysteresis)
 
 
 def _check_numbers(**values: object) -> None:

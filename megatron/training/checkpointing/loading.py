@@ -57,6 +57,7 @@ from megatron.training.checkpointing.run_state import (
 )
 from megatron.training.checkpointing.run_values import (
     check_same_optimizer,
+    changed_optimizer_settings,
     checked_run_values,
     load_run_values,
     model_arguments,
@@ -101,9 +102,17 @@ def load_run(
         plan.check_position(restored=scope.position)
         if scope.optimizer:
             check_same_optimizer(args, common["args"])
-            # Loaded before the tensors, because a schedule mismatch is a frequent mistake and quick to detect.
-            if opt_param_scheduler is not None and common["scheduler"] is not None:
-                opt_param_scheduler.load_state_dict(common["scheduler"])
+            changed = changed_optimizer_settings(args, common["args"])
+            if changed:
+                print_rank_0(f"  note: the optimizer continues with other settings: {', '.join(changed)}")
+        # Loaded before the tensors, because a schedule mismatch is a frequent mistake and quick to detect.
+        if opt_param_scheduler is not None:
+            _load_schedule(
+                opt_param_scheduler,
+                common.get("scheduler"),
+                scope=scope,
+                adopts=args.use_checkpoint_opt_param_scheduler,
+            )
     run = RunState(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
     replicas = run.groups.dp_cp if config.ckpt_fully_parallel_load else None
     tying = Tying.between(common["args"], vars(args))
@@ -282,6 +291,30 @@ def _load_scope(
                 why = f"{found.path} is in {found.format.value}, from which {name} state is not read"
             raise ValueError(f"{why}: add --no-load-{flag}, or --finetune")
     return scope
+
+
+def _load_schedule(
+    scheduler: CheckpointedScheduler, stored: dict[str, Any] | None, *, scope: _Scope, adopts: bool
+) -> None:
+    """Restores the schedules of learning rate and weight decay with the optimizer, or alone if the run adopts them.
+
+    stored: the checkpoint's schedule; None if it has none. adopts: --use-checkpoint-opt-param-scheduler. Raises
+    ValueError if the run adopts a schedule that is not in the checkpoint, or does not continue its position.
+    """
+    if adopts and not scope.position:
+        raise ValueError(
+            "--use-checkpoint-opt-param-scheduler: only weights are loaded and training starts at iteration 0, where "
+            "the checkpoint's schedule cannot continue; give the schedule's own flags instead"
+        )
+    if adopts and stored is None:
+        raise ValueError(
+            "--use-checkpoint-opt-param-scheduler: the checkpoint has no schedule (saved with --no-save-optim, or in a "
+            "format from which it is not read); give the schedule's own flags instead"
+        )
+    if stored is not None and (scope.optimizer or adopts):
+        scheduler.load_state_dict(stored)
+    elif scope.position:
+        print_rank_0("  note: the schedules of learning rate and weight decay start at step 0 (--no-load-optim)")
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,36 @@ _BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 _WITHOUT_FLAG = {"unpadded_vocab_size": "the size of the tokenizer's vocabulary"}
 # Arguments that determine the optimizer's state.
 _SAME_OPTIMIZER = ("optimizer", "fp16", "bf16")
+# Settings of OptimizerConfig that a resumed run takes from its command line. They change the updates, so the log names
+# those that differ. Learning rates and weight decay are compared by the scheduler instead.
+NOTED_ON_RESUME = (
+    "decoupled_lr",
+    "decoupled_min_lr",
+    "apply_wd_to_qk_layernorm",
+    "adam_beta1",
+    "adam_beta2",
+    "adam_eps",
+    "sgd_momentum",
+    "clip_grad",
+    "muon_momentum",
+    "muon_nesterov",
+    "muon_num_ns_steps",
+    "muon_scale_mode",
+    "muon_extra_scale_factor",
+    "muon_split_qkv",
+    "loss_scale",
+    "min_loss_scale",
+    "loss_scale_window",
+    "hysteresis",
+    "optimizer_in_backward",
+    "optimizer_in_backward_clip",
+    "use_precision_aware_optimizer",
+    "main_grads_dtype",
+    "main_params_dtype",
+    "exp_avg_dtype",
+    "exp_avg_sq_dtype",
+    "deterministic_mode",
+)
 # Optimizers whose states are interchangeable, because they differ only in where the state is stored.
 _SAME_STATES = {"adam", "distributed_fused_adam"}
 
@@ -285,6 +315,11 @@ def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) ->
             f"checkpoint of another optimizer: {details}; use --no-load-optim or --finetune to load and convert "
             "only its weights"
         )
+
+
+def changed_optimizer_settings(args: argparse.Namespace, stored: Mapping[str, Any]) -> list[str]:
+    """Describes the settings with which the run continues a checkpoint's optimizer and that differ from its run's."""
+    return list(_differences(args_to_json(args), stored, names=NOTED_ON_RESUME).values())
 
 
 def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:

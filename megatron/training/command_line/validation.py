@@ -604,6 +604,11 @@ def check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
         value = vars(args)[name]
         if value is not None and value is not False and not loads:
             yield f"--{name.replace('_', '-')} needs --load: give the folder of the checkpoint"
+    if args.finetune and args.use_checkpoint_opt_param_scheduler:
+        yield (
+            "--use-checkpoint-opt-param-scheduler with --finetune: training starts at iteration 0 with a schedule of "
+            "its own; drop one of them"
+        )
     if args.skip_train and not loads:
         yield "--skip-train evaluates the checkpoint of --load: give the folder of the checkpoint"
     for name in ("save_interval", "async_save", "save_retain_interval"):

@@ -181,6 +181,78 @@ def test_a_run_may_grow_longer_where_its_end_changes_no_rate():
         resumed(schedule("linear"), lr_decay_steps=900, **neither)
 
 
+def random_schedule(rng):
+    """Settings of a schedule, each field of which may differ from those of another."""
+    high, start = rng.choice([1.0, 2.0]), rng.choice([0.1, 0.2])
+    growth = rng.choice(["constant", "linear", "cosine"])
+    return {
+        "style": rng.choice(["constant", "linear", "cosine", "inverse-square-root", "WSD", "WSD", "WSD"]),
+        "max_lr": high,
+        "min_lr": rng.choice([0.0, 0.1]),
+        "init_lr": rng.choice([0.0, 0.05]),
+        "lr_warmup_steps": rng.choice([0, 10, 20]),
+        "lr_decay_steps": rng.choice([100, 150]),
+        "start_wd": start,
+        "end_wd": start if growth == "constant" else 0.3,
+        "wd_incr_style": growth,
+        "wd_incr_steps": rng.choice([80, 120]),
+        "wsd_decay_steps": rng.choice([20, 50]),
+        "lr_wsd_decay_style": rng.choice(["linear", "cosine", "exponential", "minus_sqrt"]),
+    }
+
+
+def values_from(scheduler, first):
+    """Rates and weight decays that a scheduler sets from a step on."""
+    scheduler.step(first - scheduler.num_steps)
+    values = []
+    for _ in range(20):
+        scheduler.step(9)
+        values.append(dict(scheduler.optimizer.param_groups[0]))
+    return values
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_a_stored_schedule_is_adopted_overridden_or_must_be_equal_in_every_field(seed):
+    """Compares with schedules that were never stored. Differences without effect on the values must be accepted."""
+    rng = random.Random(seed)
+    theirs = random_schedule(rng)
+    ours = {**theirs, **{name: random_schedule(rng)[name] for name in rng.sample(list(theirs), rng.randint(0, 3))}}
+    if ours["wd_incr_style"] == "constant":
+        ours["end_wd"] = ours["start_wd"]
+    elif ours["end_wd"] < 0.3:
+        ours["end_wd"] = 0.3
+    saved = schedule(**theirs)
+    saved.step(30)
+    state, policies = saved.state_dict(), ("use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler")
+    stored, given = values_from(schedule(**theirs), 30), values_from(schedule(**ours), 30)
+    for flag, expected in zip(policies, (stored, given)):
+        run = schedule(**ours, **{name: name == flag for name in policies})
+        run.load_state_dict(state)
+        assert values_from(run, 30) == expected
+    run = schedule(**ours, use_checkpoint_opt_param_scheduler=False)
+    # Warm-up has passed at step 30, but its values count as a difference.
+    if values_from(schedule(**ours), 0) == values_from(schedule(**theirs), 0):
+        run.load_state_dict(state)
+        assert values_from(run, 30) == stored
+    else:
+        with pytest.raises(ValueError, match="the learning-rate schedule differs from the checkpoint's"):
+            run.load_state_dict(state)
+
+
+def test_schedules_stored_without_the_fields_of_wsd_load():
+    old = {name: value for name, value in schedule("WSD", **wsd("linear")).state_dict().items() if "wsd" not in name}
+    for policy in (True, False):
+        run = schedule("WSD", **wsd("cosine"), use_checkpoint_opt_param_scheduler=policy)
+        run.load_state_dict(old)
+        assert (run.schedule.wsd_decay_steps, run.schedule.lr_wsd_decay_style) == (200, "cosine")
+    with pytest.raises(ValueError, match="stored without the length of its decay: give --lr-wsd-decay-iters"):
+        schedule("linear").load_state_dict(old)
+    run = schedule("linear", wsd_decay_steps=100, lr_wsd_decay_style="linear")
+    run.load_state_dict(old)
+    run.step(450)
+    assert run.optimizer.param_groups[0]["lr"] == pytest.approx(0.55)
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -205,11 +277,13 @@ def test_contradictory_settings_are_refused(settings, message):
         ({"min_lr": 2.0}, "min_lr is 2.0"),
         ({"end_wd": 0.5}, "end_wd is 0.5: must be start_wd"),
         ({"lr_decay_steps": 0}, "lr_decay_steps is 0"),
+        ({"style": "WSD", "wsd_decay_steps": 5}, "lr_wsd_decay_style is None"),
+        ({"style": "WSD", "lr_wsd_decay_style": "linear"}, "wsd_decay_steps is None: must be more than 0"),
     ],
 )
 def test_schedules_that_cannot_be_followed_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        schedule("linear", **changes)
+        schedule(**{"style": "linear", **changes})
 
 
 def test_overrides_of_a_parameter_are_combined_unless_they_contradict_each_other():

@@ -26,6 +26,7 @@ ARGS = {
     "bf16": False,
     "fp16": False,
     "optimizer": "adam",
+    "use_checkpoint_opt_param_scheduler": False,
     "seed": 7,
 }
 

@@ -44,6 +44,19 @@ def test_state_continues_in_the_middle_of_a_window():
         assert resumed.state_dict() == straight.state_dict()
 
 
+def test_a_shorter_window_and_a_lower_hysteresis_apply_from_the_resume_on():
+    long = dynamic(growth_interval=10, hysteresis=5)
+    for _ in range(6):
+        long.update(False)
+    short = dynamic(growth_interval=3, hysteresis=2)
+    short.load_state_dict(long.state_dict())
+    short.update(False)
+    assert short.scale == 32.0  # six clean steps exceed the window of three
+    short.load_state_dict(long.state_dict())
+    short.update(True), short.update(True)
+    assert short.scale == 8.0
+
+
 def test_constant_scale_ignores_overflow_and_states_of_other_scalers():
     scaler = ConstantGradScaler(128.0)
     scaler.update(True)

@@ -74,6 +74,34 @@ def test_what_was_not_saved_must_not_be_asked_for(tmp_path):
     assert SmallRun().load(tmp_path, no_load_optim=True, no_load_rng=True) == 2
 
 
+def test_a_schedule_is_adopted_without_the_optimizer_or_the_flag_is_refused(tmp_path, capsys):
+    SmallRun().train(3).save(tmp_path / "whole")
+    SmallRun().train(3).save(tmp_path / "weights", no_save_optim=True)
+    adopts = {"use_checkpoint_opt_param_scheduler": True}
+    run = SmallRun(**adopts)
+    assert run.load(tmp_path / "whole", no_load_optim=True) == 3
+    assert run.scheduler.num_steps == 12 and run.optimizer.state_dict()["step"] == 0
+    with pytest.raises(ValueError, match="the checkpoint has no schedule"):
+        SmallRun(**adopts).load(tmp_path / "weights", no_load_optim=True)
+    with pytest.raises(ValueError, match="training starts at iteration 0, where the checkpoint's schedule cannot"):
+        SmallRun(**adopts).load(tmp_path / "whole", finetune=True)
+    capsys.readouterr()
+    run = SmallRun()
+    run.load(tmp_path / "whole", no_load_optim=True)
+    assert run.scheduler.num_steps == 0
+    assert "note: the schedules of learning rate and weight decay start at step 0" in capsys.readouterr().out
+
+
+def test_settings_of_the_optimizer_that_changed_are_named(tmp_path, capsys):
+    SmallRun(adam_beta2=0.95, clip_grad=1.0, adam_eps=1e-8).train(1).save(tmp_path)
+    capsys.readouterr()
+    SmallRun(adam_beta2=0.99, clip_grad=0.5, adam_eps=1e-8).load(tmp_path)
+    assert (
+        "note: the optimizer continues with other settings: --adam-beta2 is 0.99 here, 0.95 in the checkpoint, "
+        "--clip-grad is 0.5 here, 1.0 in the checkpoint\n"
+    ) in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("before, after", [(["0.weight"], []), ([], ["0.weight"]), (["0.weight"], ["2.bias"])])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_parameters_may_be_frozen_and_thawed_between_runs(tmp_path, before, after, dtype, capsys):
