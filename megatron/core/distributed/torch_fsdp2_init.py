@@ -144,7 +144,8 @@ class DeferredValues:
             inside._parameters[name] = whole
         buffers = _meta_buffers(inside)
         for name, buffer in buffers.items():
-            inside._buffers[name] = self._memory(buffer.shape, buffer.dtype)
+            inside._buffers[name] = memory = self._memory(buffer.shape, buffer.dtype)
+            vars(memory).update(vars(buffer))
         try:
             if self._param_init_fn is not None:
                 self._param_init_fn(inside)

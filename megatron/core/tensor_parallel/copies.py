@@ -11,10 +11,11 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.config_field import require_defaults
 from megatron.core.dist_checkpointing.mapping import BoxesOfTensor, ShardedTensor, module_sharded_state
+from megatron.core.tensor_parallel.kept_dtypes import KeepsDtypes
 from megatron.core.tensor_parallel.param_attributes import copy_marks
 
 
-class CopiedWithGroups(nn.Module):
+class CopiedWithGroups(KeepsDtypes):
     """A module whose deep copies share its process groups and preserve the attributes of its parameters.
 
     torch cannot copy process groups, and drops the attributes of copied parameters. Without them, gradients would be

@@ -120,16 +120,6 @@ def mark_width(param: nn.Parameter, width_mult: float) -> None:
     vars(param).update(width_mult=width_mult)
 
 
-def mark_kept_in_fp32(tensor: Tensor) -> None:
-    """Excludes a parameter or buffer, any shape and dtype, from half-precision casts of the model."""
-    vars(tensor).update(keep_in_fp32=True)
-
-
-def is_kept_in_fp32(tensor: Tensor) -> bool:
-    """Returns whether mark_kept_in_fp32 has marked a parameter or buffer. tensor: any shape and dtype."""
-    return bool(vars(tensor).get("keep_in_fp32", False))
-
-
 def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:
     """Sets main_grad, the tensor that accumulates a parameter's gradients. grad: [*parameter shape], float dtype."""
     vars(param).update(main_grad=grad)

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 
 from megatron.core.device import default_device
 from megatron.core.tensor_parallel.copies import CopiedWithGroups
-from megatron.core.tensor_parallel.param_attributes import is_kept_in_fp32, mark_kept_in_fp32, param_facts
+from megatron.core.tensor_parallel.kept_dtypes import cast_unless_kept
+from megatron.core.tensor_parallel.kept_dtypes import mark_keep_in_fp32 as mark_keep_in_fp32  # at its path in Megatron
+from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import ModelWrapper, divide
 
@@ -168,8 +170,7 @@ class Float16Module(ModelWrapper):
         self._output_dtype = torch.float32 if keeps_fp32 else self.dtype
         # Buffers keep their dtype, because rotary tables and router statistics are fp32 in every model.
         for parameter in module.parameters():
-            if not is_kept_in_fp32(parameter):
-                parameter.data = cast_floating(parameter.data, self.dtype)
+            parameter.data = cast_unless_kept(parameter, self.dtype).detach()
 
     def set_input_tensor(self, input_tensor: Any) -> None:
         """Passes the stage's input to the module. input_tensor: any shape, float dtype, or a list of such tensors."""
@@ -215,17 +216,10 @@ def param_is_not_shared(param: nn.Parameter) -> bool:
     return not param_facts(param).shared
 
 
-def mark_keep_in_fp32(tensor: Tensor) -> Tensor:
-    """Excludes a parameter or buffer, any shape and dtype, from half-precision casts of the model, and returns it."""
-    mark_kept_in_fp32(tensor)
-    return tensor
-
-
 def convert_module_to_dtype_except_fp32_marked(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Casts all floating-point parameters and buffers except those marked by mark_keep_in_fp32. Returns the module."""
     for tensor in (*module.parameters(), *module.buffers()):
-        if not is_kept_in_fp32(tensor):
-            tensor.data = cast_floating(tensor.data, dtype)
+        tensor.data = cast_unless_kept(tensor, dtype).detach()
     return module
 
 

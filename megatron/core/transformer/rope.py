@@ -17,12 +17,13 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel.kept_dtypes import KeepsDtypes, mark_kept_dtype
 from megatron.core.transformer.context_parallel import split_sequence
 from megatron.core.transformer.moe.paged_stash.operator_library import operator
 from megatron.core.transformer.norms import inverse_rms, narrower, one_plus, plain_rms_norm, plain_rms_norm_grads
@@ -49,7 +50,7 @@ class RotaryTable(NamedTuple):
     interleaved: bool = False
 
 
-class RotaryEmbedding(nn.Module):
+class RotaryEmbedding(KeepsDtypes):
     """Computes the tables for max_sequence_length positions once. A call with a length returns that many rows."""
 
     cos: Tensor
@@ -106,8 +107,8 @@ class RotaryEmbedding(nn.Module):
             scale = yarn_table_scale(yarn)
         angles = torch.outer(positions, frequencies)
         device = default_device()
-        self.register_buffer("cos", angles.cos().mul_(scale).to(dtype).to(device), persistent=False)
-        self.register_buffer("sin", angles.sin().mul_(scale).to(dtype).to(device), persistent=False)
+        for name, table in (("cos", angles.cos()), ("sin", angles.sin())):
+            self.register_buffer(name, mark_kept_dtype(table.mul_(scale).to(dtype).to(device)), persistent=False)
 
     def forward(self, max_seq_len: int) -> RotaryTable:
         """Returns the rows for positions 0 to max_seq_len - 1, or with a cp_group for this rank's max_seq_len tokens.

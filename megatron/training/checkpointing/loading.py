@@ -56,8 +56,8 @@ from megatron.training.checkpointing.run_state import (
     is_rank_0,
 )
 from megatron.training.checkpointing.run_values import (
-    check_same_optimizer,
     changed_optimizer_settings,
+    check_same_optimizer,
     checked_run_values,
     load_run_values,
     model_arguments,

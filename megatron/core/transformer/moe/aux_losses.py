@@ -32,12 +32,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.autograd import PlainFunction
 from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.tensor_parallel.kept_dtypes import KeepsDtypes, mark_kept_dtype
 from megatron.core.transformer.moe.loss_tracker import LossRecorder, default_tracker
 from megatron.core.transformer.recompute import Recorder
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -250,7 +251,7 @@ class LayerTotals:
         return LayerTotals(self.names, self.losses + other.losses, self.tokens_per_expert + other.tokens_per_expert)
 
 
-class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
+class AuxLossRecorder(Recorder, LossRecorder, KeepsDtypes):
     """Records a model chunk's auxiliary losses and expert loads during a step, and scales the losses' gradients.
 
     The routers of a model chunk share one recorder, whose tensors are on the device. Losses accumulate until
@@ -300,7 +301,7 @@ class AuxLossRecorder(Recorder, LossRecorder, nn.Module):
             "num_microbatches": torch.zeros(num_layers, dtype=torch.int64, device=device),
         }
         for name, buffer in buffers.items():
-            self.register_buffer(name, buffer, persistent=False)
+            self.register_buffer(name, mark_kept_dtype(buffer), persistent=False)
 
     # Into backward
 

@@ -21,6 +21,7 @@ from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.tensor_parallel.kept_dtypes import mark_kept_dtype
 from megatron.core.tensor_parallel.layers import (
     device_for_buffers,
     empty_parameter,
@@ -185,7 +186,8 @@ class TopKRouter(Router):
         bias = None
         if config.moe_router_enable_expert_bias:
             # fp32 in any model, because half precision would round away updates of 1e-3.
-            bias = torch.zeros(self.num_experts, dtype=torch.float32, device=device_for_buffers(self.weight))
+            zeros = torch.zeros(self.num_experts, dtype=torch.float32, device=device_for_buffers(self.weight))
+            bias = mark_kept_dtype(zeros)
         self.register_buffer("expert_bias", bias)
         self._groups = groups
         self.set_layer_number(1)

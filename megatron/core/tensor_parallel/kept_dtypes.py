@@ -1,0 +1,86 @@
+"""KeepsDtypes: base class of modules whose parameters and buffers can be excluded from casts of the model.
+
+[Note: kept dtypes] Statistics that add up small steps, such as routing biases, sums and counts, stop changing in half
+precision, and rotary tables lose the position. A marked tensor never has less precision than its mark: bfloat16(),
+half() and to(dtype) of a model leave it as it is, double() widens it, and a later float() returns to the mark. The mark
+follows the tensor to other devices, through copies, to_empty(), and state dicts that are assigned.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def mark_kept_dtype(tensor: Tensor) -> Tensor:
+    """Excludes a parameter or buffer, any shape, from casts to less precision than it has now. Returns it."""
+    vars(tensor).update(kept_dtype=tensor.dtype)
+    return tensor
+
+
+def mark_keep_in_fp32(tensor: Tensor) -> Tensor:
+    """Excludes a parameter or buffer, any shape and dtype, from half-precision casts of the model, and returns it."""
+    vars(tensor).update(kept_dtype=torch.float32)
+    return tensor
+
+
+def kept_dtype(tensor: Tensor) -> torch.dtype | None:
+    """Returns the least dtype of a marked parameter or buffer, any shape, or None without a mark."""
+    dtype: torch.dtype | None = vars(tensor).get("kept_dtype")
+    return dtype
+
+
+def cast_unless_kept(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Casts a floating-point tensor, any shape, to `dtype` or to its mark, whichever is more precise."""
+    kept = kept_dtype(tensor)
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.to(dtype if kept is None else torch.promote_types(kept, dtype))
+
+
+class KeepsDtypes(nn.Module):
+    """A module whose casts respect the marks of its tensors and those of its submodules. See [Note: kept dtypes]."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        # torch calls this method for each cast, move and to_empty(), and passes `fn` on to the submodules.
+        return super()._apply(fn if isinstance(fn, _Keeping) else _Keeping(fn, self), recurse)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
+        own = {**self._parameters, **self._buffers}
+        marks = {name: kept_dtype(tensor) for name, tensor in own.items() if tensor is not None}
+        if local_metadata.get("assign_to_params_buffers", False):
+            # Otherwise values are copied, and the destination keeps its dtype.
+            for name, kept in marks.items():
+                given = state_dict.get(prefix + name)
+                if kept is not None and isinstance(given, Tensor):
+                    state_dict[prefix + name] = given.to(torch.promote_types(kept, given.dtype))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
+        for name, kept in marks.items():
+            loaded = self._parameters.get(name) if name in self._parameters else self._buffers.get(name)
+            if kept is not None and loaded is not None:
+                vars(loaded).update(kept_dtype=kept)
+
+
+class _Keeping:
+    """A conversion of tensors that respects their marks."""
+
+    def __init__(self, convert: Callable[[Tensor], Tensor], module: nn.Module) -> None:
+        self._convert = convert
+        # Gradients have no marks of their own, and must have the dtype of their parameter.
+        params = [param for param in module.parameters() if param.grad is not None]
+        self._of_grads = {id(param.grad): kept_dtype(param) for param in params}
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        converted = self._convert(tensor)
+        kept = self._of_grads.get(id(tensor), kept_dtype(tensor))
+        if kept is None:
+            return converted
+        # nn.Module.type() also converts integers.
+        dtype = torch.promote_types(kept, converted.dtype) if kept.is_floating_point else kept
+        if dtype != converted.dtype:
+            # From the values before the conversion, which has rounded them.
+            converted = tensor.to(converted.device, dtype)
+        if kept_dtype(tensor) is not None:
+            vars(converted).update(kept_dtype=kept)
+        return converted
