@@ -195,15 +195,17 @@ class Attention(MegatronModule):
         """Scales down the projections of heads whose scores exceeded qk_clip_threshold since the last call.
 
         For custom training loops with a custom optimizer: call it after the optimizer step. It uses only the scores of
-        this rank. Optimizers from get_megatron_optimizer clip over all ranks within their step, after which this call
-        changes nothing. Raises ValueError if qk_clip is False, or if the fp32 master of a projection is sharded over
-        ranks.
+        this rank, and leaves frozen projections as they are. Optimizers from get_megatron_optimizer clip over all ranks
+        within their step, after which this call changes nothing. Raises ValueError if qk_clip is False, or if the fp32
+        master of a projection is sharded over ranks.
         """
         if not self.config.qk_clip:
             raise ValueError("clip_qk was called, but qk_clip is False: must be True")
         if self.largest_logits is None or self.largest_logits.values is None:
             return
         for param, rows in self.row_factors(self.clip_factors(self.largest_logits.values)):
+            if not param.requires_grad:
+                continue
             factors = rows.view(-1, *[1] * (param.dim() - 1))
             main = vars(param).get("main_param")
             if main is not None:

@@ -216,8 +216,13 @@ class TopKRouter(Router):
         self.aux_losses.keep_passes()
 
     def update_expert_bias(self, tokens_per_expert: Tensor) -> None:
-        """Updates the bias in place; tokens_per_expert: [E], int64, summed over the whole step and all ranks."""
+        """Updates the bias in place; tokens_per_expert: [E], int64, summed over the whole step and all ranks.
+
+        The bias belongs to the router, so a router whose weight is frozen keeps it.
+        """
         assert self.expert_bias is not None
+        if not self.weight.requires_grad:
+            return
         rate = self.config.moe_router_bias_update_rate
         self.expert_bias.copy_(get_updated_expert_bias(tokens_per_expert, self.expert_bias, rate))
 
