@@ -268,6 +268,11 @@ class ModelParallelConfig(
         """Dtype of the hidden states between layers and between pipeline stages."""
         return self.params_dtype
 
+    @property
+    def compute_itemsize(self) -> int:
+        """Bytes per element of a weight in forward: a model built in fp32 is cast by Float16Module."""
+        return 2 if self.bf16 or self.fp16 else self.params_dtype.itemsize
+
 
 def validate_parallel_layout(config: ParallelLayoutConfig) -> None:
     """Raises ValueError for virtual stages without pipeline stages, or for invalid context-parallel levels."""

@@ -95,6 +95,28 @@ def _upcycle_and_resume(dense: str, folder: str) -> None:
         assert run_step(run)[0].losses == expected
 
 
+ROUTERS: dict[str, Flags] = {
+    "sigmoid": {"moe-router-score-function": "sigmoid"},
+    "sigmoid, bias": {"moe-router-score-function": "sigmoid", "moe-router-enable-expert-bias": True},
+    "sqrtsoftplus, bias": {"moe-router-score-function": "sqrtsoftplus", "moe-router-enable-expert-bias": True},
+    "softmax before the choice of all": {"moe-router-pre-softmax": True, "moe-router-topk": 4},
+    "groups": {"moe-router-num-groups": 2, "moe-router-group-topk": 1, "moe-router-score-function": "sigmoid"},
+    "top 3 of sigmoid": {"moe-router-score-function": "sigmoid", "moe-router-topk": 3},
+}
+
+
+def test_a_dense_checkpoint_contradicts_no_router(dense: str) -> None:
+    """The weights of the chosen experts sum to one, so the loss is the dense model's."""
+    [(expected, losses)] = run_on_ranks(_losses_of_routers, 1, dense)
+    assert losses == pytest.approx(dict.fromkeys(ROUTERS, expected), rel=1e-6)
+
+
+def _losses_of_routers(dense: str) -> tuple[float, dict[str, float]]:
+    again = command_line({**DENSE, "load": dense, "finetune": True})
+    runs = {name: command_line({**EXPERTS, **flags, "load": dense}) for name, flags in ROUTERS.items()}
+    return _first_step(again)[0], {name: _first_step(argv)[0] for name, argv in runs.items()}
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

@@ -371,7 +371,7 @@ def validate_stash(config: TransformerConfig) -> None:
     validate_paged_stash(
         config,
         hidden_size=config.hidden_size,
-        itemsize=config.params_dtype.itemsize,
+        itemsize=config.compute_itemsize,
         moe_expert_rank_capacity_factor=config.moe_expert_rank_capacity_factor,
         has_experts=has_experts,
     )
@@ -468,7 +468,7 @@ def validate_layout_of_experts(config: TransformerConfig) -> None:
         config,
         grouped_experts=config.moe_grouped_gemm,
         expert_parts=1 if config.num_moe_experts is None else config.expert_tensor_parallel_size or 1,
-        itemsize=config.params_dtype.itemsize,
+        itemsize=config.compute_itemsize,
     )
     if config.num_moe_experts is None:
         if config.expert_model_parallel_size > 1:
@@ -493,7 +493,7 @@ def validate_layout_of_experts(config: TransformerConfig) -> None:
     validate_grouped_gemm(
         config,
         hidden_size=config.hidden_size,
-        itemsize=config.params_dtype.itemsize,
+        itemsize=config.compute_itemsize,
         expert_tensor_size=expert_tensor_size,
     )
     if tensor_size > 1 and not config.sequence_parallel:

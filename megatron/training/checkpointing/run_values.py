@@ -328,7 +328,8 @@ def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
     if not model.get("group_query_attention"):
         model["num_query_groups"] = model.get("num_attention_heads")
     if model.get("num_experts") is None:
-        model["moe_layer_freq"] = model["moe_ffn_hidden_size"] = None
+        # A dense model has neither experts nor routers. Its arguments for them are defaults, and contradict nothing.
+        model = {name: value for name, value in model.items() if not name.startswith("moe_")}
     elif model.get("moe_ffn_hidden_size") is None:
         model["moe_ffn_hidden_size"] = model.get("ffn_hidden_size")
     model["add_qkv_bias"] = bool(model.get("add_qkv_bias") or model.get("add_bias_linear"))

@@ -182,6 +182,14 @@ def _multiply(
         # torch's grouped_mm does not support fp64 (2.13), which is only used as a reference.
         products = [part @ matrix for part, matrix in zip(_split_sync(rows, offsets), matrices)]
         return F.pad(torch.cat(products), (0, 0, 0, len(rows) - sum(map(len, products))))
+    if rows.shape[1] * rows.itemsize % 16 or matrices.shape[2] * rows.itemsize % 16:
+        # The configuration checks the widths in its own precision. A model may be cast afterwards.
+        raise ValueError(
+            f"a grouped GEMM multiplies rows of {rows.shape[1]} elements of {rows.dtype} to rows of "
+            f"{matrices.shape[2]}, and its kernel reads 16 bytes at a time: hidden_size, moe_ffn_hidden_size / "
+            f"expert_tensor_parallel_size and lora_rank must be multiples of {16 // rows.itemsize} in this precision, "
+            "or moe_grouped_gemm False"
+        )
     return F.grouped_mm(rows, matrices, offs=offsets)
 
 

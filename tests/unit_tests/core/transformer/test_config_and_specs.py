@@ -16,9 +16,12 @@ from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 from megatron.core.transformer.transformer_block import TransformerBlock, TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, NormalInit, TransformerConfig
-from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
+from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_batch, small_config, small_model
 
 LEVELS = {"context_parallel_size": 4, "cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
+
+
+NO_BIAS = {"add_bias_linear": False}
 
 
 def test_unset_fields_follow_from_others() -> None:
@@ -170,6 +173,18 @@ def test_unset_fields_follow_from_others() -> None:
             "lora_rank is 6: must be a multiple of 4, because the kernel of moe_grouped_gemm",
         ),
         (
+            {"lora_rank": 4, "num_moe_experts": 2, "moe_grouped_gemm": True, "bf16": True},  # built in fp32, then cast
+            "lora_rank is 4: must be a multiple of 8, because the kernel of moe_grouped_gemm",
+        ),
+        (
+            {"moe_ffn_hidden_size": 20, "num_moe_experts": 2, "moe_grouped_gemm": True, "fp16": True, **NO_BIAS},
+            "moe_ffn_hidden_size is 20: must be a multiple of 8 with moe_grouped_gemm",
+        ),
+        (
+            {"hidden_size": 20, "num_moe_experts": 2, "moe_grouped_gemm": True, "bf16": True, **NO_BIAS},
+            "hidden_size is 20: must be a multiple of 8 with moe_grouped_gemm",
+        ),
+        (
             {"lora_rank": 8, "num_moe_experts": 2, "expert_tensor_parallel_size": 2},
             "expert_tensor_parallel_size is 2 and lora_rank is set: experts with adapters cannot be split",
         ),
@@ -183,6 +198,18 @@ def test_unset_fields_follow_from_others() -> None:
 def test_impossible_fields_are_named(fields: dict[str, Any], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         small_config(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"moe_ffn_hidden_size": 20}, {"hidden_size": 36, "num_attention_heads": 6}, {"lora_rank": 4}, {"lora_rank": 12}],
+)
+def test_widths_that_a_cast_made_unreadable_are_named_in_forward(fields: dict[str, Any]) -> None:
+    experts = {"num_moe_experts": 4, "moe_grouped_gemm": True, "moe_ffn_hidden_size": 16, "add_bias_linear": False}
+    model = small_model(small_config(**{**experts, **fields})).half()
+    tokens, positions, labels = small_batch()
+    with pytest.raises(ValueError, match=r"hidden_size, moe_ffn_hidden_size .* and lora_rank must be multiples of 8"):
+        model(tokens, positions, None, labels=labels)
 
 
 def test_every_nth_layer_has_experts_from_the_first() -> None:
