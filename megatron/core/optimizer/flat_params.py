@@ -87,6 +87,20 @@ class FlatParamRange:
             for start in range(0, self.main.numel, step):
                 self.main.write(start, self.model[start : start + step].to(like))
 
+    def take_changes(self) -> None:
+        """Overwrites masters where the parameters differ from the rounded masters, because other code wrote them.
+
+        Values are compared on the device of the masters. Remainders need no comparison: the parameters themselves are
+        the upper halves of these masters.
+        """
+        if not self.is_copy or isinstance(self.main, WithRemainder):
+            return
+        step = piece_elements(self.main)
+        for start in range(0, self.main.numel, step):
+            own = self.main.read(start, min(start + step, self.main.numel))
+            values = self.model[start : start + step].to(own.device)
+            self.main.write(start, torch.where(values == own.to(values.dtype), own, values.to(own.dtype)))
+
     def check_attached(self) -> None:
         """Raises ValueError naming the first parameter whose memory is no longer part of the range."""
         base, size = self.model.data_ptr(), self.model.element_size()
@@ -97,6 +111,33 @@ class FlatParamRange:
                     f"parameter {member.name} was moved or replaced after the optimizer was built: "
                     "build the optimizer after the model is on its device and in its dtype"
                 )
+
+
+class ParamWrites:
+    """Detects writes of other code to parameters that have masters, such as the model's load_state_dict.
+
+    The next update would otherwise undo them. Writes to a parameter are detected by its version counter, which is on
+    the host. Writes to `param.data` do not change the counter, so all values are compared once, before the first
+    update.
+    """
+
+    def __init__(self, ranges: Iterable[FlatParamRange]) -> None:
+        self._ranges = [one for one in ranges if one.is_copy]
+        self._params = list({member.param: None for one in self._ranges for member in one.params})
+        self._versions: dict[nn.Parameter, int] = {}
+
+    def take(self) -> None:
+        """Updates the masters of parameters that were written since the last call or `note`. Reads nothing back."""
+        changed = {param for param in self._params if self._versions.get(param) != param._version}
+        if changed:
+            for one in self._ranges:
+                if any(member.param in changed for member in one.params):
+                    one.take_changes()
+            self.note()
+
+    def note(self) -> None:
+        """Records that the parameters agree with their masters."""
+        self._versions = {param: param._version for param in self._params}
 
 
 def build_ranges(

@@ -34,7 +34,7 @@ from megatron.core.optimizer.clip_grads import (
     read_count_sync,
     read_norm_sync,
 )
-from megatron.core.optimizer.flat_params import FlatParamRange
+from megatron.core.optimizer.flat_params import FlatParamRange, ParamWrites
 from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_parts import InitStateFn, OptimizerParts, parts_over_params
@@ -160,6 +160,7 @@ class MegatronOptimizer:
         # Copies, so that later changes of the caller's lists have no effect.
         self._rules = list(parts.rules)
         self._runs = list(parts.runs)
+        self._writes = ParamWrites(self._runs)
         self._model_chunks = list(parts.model_chunks)
         self._pieces = parts.pieces
         # Chunks of a stage share a scheduler.
@@ -449,7 +450,7 @@ class MegatronOptimizer:
     # Parts of an update, which UpdatesInBackward calls before the step.
 
     def prepare_update(self) -> None:
-        """Checks that an update may run, and copies the learning rates.
+        """Checks that an update may run, and copies the learning rates, and parameters that other code has written.
 
         Raises RuntimeError if parameters and states belong to different steps, ValueError if a parameter was moved.
         """
@@ -457,6 +458,7 @@ class MegatronOptimizer:
         # Without this check, the kernel would silently update memory that the model no longer reads.
         for param_range in self._runs:
             param_range.check_attached()
+        self._writes.take()
         for rule in self._rules:
             rule.refresh_rates()
 
@@ -485,12 +487,13 @@ class MegatronOptimizer:
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
         """Copies the model's parameters to the fp32 masters, after weights were loaded without optimizer state.
 
-        state_dict: must be None. Megatron uses it to set masters from a model state with higher precision.
+        Required after writes to `param.data` between steps; all other writes are detected (see ParamWrites). state_dict: must be None. Megatron uses it to set masters from a model state with higher precision.
         """
         why = "masters are set to the parameters' values; convert the checkpoint, or load it with its optimizer state"
         require_defaults("reload_model_params", why, state_dict=(state_dict, None))
         for param_range in self._runs:
             param_range.take_model()
+        self._writes.note()
 
     def sharded_state(self, model_pieces: dict[str, list[LogicalPiece]]) -> list[ShardedTensor]:
         """Returns moments and masters of this rank's shards as boxes to save, in fp32.
@@ -726,6 +729,8 @@ class MegatronOptimizer:
             raise RuntimeError(self._half_done)
 
     def _note_update(self) -> None:
+        # Updates in backward increment the counters (ReadyBucket.note_written).
+        self._writes.note()
         for chunk in self._model_chunks:
             chunk.note_update()
 
