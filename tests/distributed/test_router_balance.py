@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 from megatron.training.training import evaluate_validation, run_step
@@ -69,22 +70,40 @@ def _biased_run(argv: list[str]) -> tuple[Choices, list[list[Tensor]]]:
     return steps, biases
 
 
-def test_global_loss_sees_all_ranks_and_the_microbatches_so_far() -> None:
+# Numbers of tokens of each micro-batch and rank, of 5 positions.
+LENGTHS = {
+    "equal": [[5, 5, 5], [5, 5, 5]],
+    "unequal ranks": [[5, 2, 4], [3, 5, 1]],
+    "unequal micro-batches": [[1, 1, 1], [5, 5, 5]],
+    "padding alone": [[5, 0, 2], [0, 3, 5]],
+}
+
+
+@pytest.mark.parametrize("is_masked", [False, True])
+@pytest.mark.parametrize("kind", LENGTHS)
+def test_global_loss_sees_all_ranks_and_the_microbatches_so_far(kind: str, is_masked: bool) -> None:
+    """Shares of experts are sums over sums, and each backward repeats the share of its own forward."""
+    if kind == "padding alone" and not is_masked:
+        return  # a router has tokens
     logits = torch.randn(2, RANKS, 5, EXPERTS, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     config = _global_config()
     counts: list[list[int]] = []
-    ranks = run_on_ranks(_route_globally, RANKS, logits)
+    ranks = run_on_ranks(_route_globally, RANKS, logits, LENGTHS[kind], is_masked)
     for microbatch in range(2):
         rows = logits[microbatch].clone().requires_grad_()
-        per_rank = [naive.shares(rows[rank], config) for rank in range(RANKS)]
+        lengths = LENGTHS[kind][microbatch]
+        per_rank = [naive.shares(rows[rank, :length], config) for rank, length in enumerate(lengths)]
         counts += [count for _, count in per_rank]
         total = [sum(column) for column in zip(*counts, strict=True)]
-        losses = [naive.balancing_loss(probs, total, config) for probs, _ in per_rank]
-        for rank, loss in enumerate(losses):
-            (expected,) = torch.autograd.grad(0.5 * loss, rows, retain_graph=True)
+        for rank, (probs, _) in enumerate(per_rank):
             value, grad = ranks[rank][microbatch]
+            if not probs:
+                assert value == 0 and not grad.any()
+                continue
+            loss = naive.balancing_loss(probs, total, config)
+            (expected,) = torch.autograd.grad(0.5 * loss, rows, retain_graph=True)
             assert value == pytest.approx(loss.item(), rel=1e-6)
-            torch.testing.assert_close(grad, expected[rank])
+            torch.testing.assert_close(grad, expected[rank, : len(grad)])
 
 
 @pytest.mark.parametrize("kind", CONTEXT_LOSSES)
@@ -115,24 +134,27 @@ def _balanced_config(balancing: str) -> Any:
     return small_config(**LLAMA_LIKE, num_moe_experts=EXPERTS, params_dtype=torch.float64, **kind)
 
 
-def _route_globally(logits: Tensor) -> list[tuple[float, Tensor]]:
+def _route_globally(logits: Tensor, lengths: list[list[int]], is_masked: bool) -> list[tuple[float, Tensor]]:
     """Returns each micro-batch's loss and its gradient, and checks that recomputation records nothing.
 
-    logits: [M, R, T, E], fp64, for M micro-batches of each rank.
+    logits: [M, R, T, E], fp64, for M micro-batches of each rank. lengths: numbers of tokens, [M][R]; the others are
+    masked or left out.
     """
-    router, found = TopKRouter(_global_config()), []
+    router = TopKRouter(_global_config())
     router.aux_losses.groups = ProcessGroupCollection(tp_dp_cp=dist.group.WORLD)
-    values = []
-    # All forward passes precede the first backward pass, as in a pipeline.
-    for microbatch in logits[:, dist.get_rank()]:
-        router.routing(microbatch.clone().requires_grad_())
+    rank = dist.get_rank()
+    values, rows, outputs = [], [], []
+    # All forward passes precede the first backward pass, and backward passes run in reverse.
+    for microbatch, of_ranks in zip(logits[:, rank], lengths, strict=True):
+        mask = torch.arange(len(microbatch)) >= of_ranks[rank]
+        rows.append((microbatch if is_masked else microbatch[~mask]).clone().requires_grad_())
+        masks = (mask,) if is_masked else ()
+        outputs.append(checkpoint(lambda *given: router.routing(*given).weights, False, rows[-1], *masks))
         values.append(router.aux_losses.take_totals()["global_load_balancing_loss"][0].item())
-    for microbatch, value in zip(logits[:, dist.get_rank()], values, strict=True):
-        rows = microbatch.clone().requires_grad_()
-        with router.aux_losses.recomputing():
-            weights = router.routing(rows).weights
+    loads = router.aux_losses.tokens_per_expert.clone()
+    for weights in reversed(outputs):
         (weights * 0).sum().backward()
-        found.append((value, rows.grad))
+    assert torch.equal(router.aux_losses.tokens_per_expert, loads)
     router.aux_losses.finalize_step(None)
-    assert not router.aux_losses.global_tokens_per_expert.any() and not router.aux_losses.num_microbatches.any()
-    return found
+    assert not router.aux_losses.global_tokens_per_expert.any()
+    return [(value, grad) for value, grad in zip(values, [one.grad for one in rows], strict=True)]

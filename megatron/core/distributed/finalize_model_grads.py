@@ -32,6 +32,15 @@ class FinalizesStep(Protocol):
         ...
 
 
+@runtime_checkable
+class NotesUpdates(Protocol):
+    """A model that notices training loops which never call its finalize_step."""
+
+    def note_update(self, optimizer: object) -> None:
+        """Records that an optimizer has updated the parameters."""
+        ...
+
+
 @trace_range("finalize_model_grads")
 def finalize_model_grads(
     model: list[nn.Module],

@@ -23,6 +23,7 @@ from megatron.core.config_field import require_defaults
 from megatron.core.device import OffloadedMemory
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState, ShardedTensor, flatten, range_tensors
+from megatron.core.distributed.finalize_model_grads import NotesUpdates
 from megatron.core.distributed.grad_hooks import ReleasedBucket, RunState
 from megatron.core.distributed.layout import Span
 from megatron.core.logical_tensors import LogicalPiece
@@ -41,6 +42,7 @@ from megatron.core.optimizer.optimizer_parts import InitStateFn, OptimizerParts,
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
 from megatron.core.tensor_parallel.param_attributes import copy_marks
+from megatron.core.utils import unwrap_model
 
 # Megatron's name for the only format of optimizer state in checkpoints: boxes of whole tensors.
 FULLY_RESHARDABLE = "fully_reshardable"
@@ -734,6 +736,8 @@ class MegatronOptimizer:
         self._writes.note()
         for chunk in self._model_chunks:
             chunk.note_update()
+            if isinstance(inner := unwrap_model(chunk), NotesUpdates):
+                inner.note_update(self)
 
     def _step_counts(self) -> list[torch.Tensor]:
         # One counter for each range of a rule that counts steps; all counters have the same value.

@@ -1,12 +1,19 @@
 """Seeding of the random-number streams, and activation recompute with the same random numbers.
 
 device/rng.py implements the streams. transformer/recompute.py selects the parts of a model to recompute.
+
+[Note: values of a forward]
+A forward may depend on state that has changed by the time backward recomputes it: the experts that a router replays, or
+counts accumulated over micro-batches. Such values are passed through `remembered`, which stores them with the forward
+of the recomputed function and returns them in each later run of it, in the order of the calls. They therefore belong to
+their forward, whatever the order of forwards and backwards, and are freed with its graph. Statistics must not be
+recorded in a later run, which `is_recomputing` detects.
 """
 
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.utils.checkpoint
@@ -32,6 +39,7 @@ from megatron.core.process_groups_config import group_rank, group_size
 
 # Large offsets, so that seeds differ from the seeds of neighboring ranks and of the default stream.
 _MODEL_PARALLEL_OFFSET, _EXPERT_PARALLEL_OFFSET = 2718, 1024
+_Value = TypeVar("_Value")
 
 
 def get_expert_parallel_rng_tracker_name() -> str:
@@ -171,11 +179,12 @@ class CheckpointFunction(PlainFunction):
         """Returns run_function(*args). args: tensors of any shape and dtype, or other objects."""
         _refuse_distributed_arguments(distribute_saved_activations)
         ctx.run_function, ctx.drawn_again = run_function, _RngSnapshot().drawn_again
+        ctx.values = _ForwardValues()
         ctx.others = [None if isinstance(value, Tensor) else (value,) for value in args]
         tensors = [value for value in args if isinstance(value, Tensor)]
         ctx.needs_grad = [tensor.requires_grad for tensor in tensors]
         ctx.save_for_backward(*tensors)
-        with _checkpointing():
+        with ctx.values.first_run():
             return run_function(*args)
 
     @staticmethod
@@ -190,65 +199,108 @@ class CheckpointFunction(PlainFunction):
             )
         saved = iter([t.detach().requires_grad_(n) for t, n in zip(ctx.saved_tensors, ctx.needs_grad, strict=True)])
         again = [next(saved) if other is None else other[0] for other in ctx.others]
-        with ctx.drawn_again(), torch.enable_grad(), _checkpointing():
+        with ctx.drawn_again(), torch.enable_grad(), ctx.values.later_run():
             outputs = _as_tuple(ctx.run_function(*again))
         pairs = [(out, grad) for out, grad in zip(outputs, args, strict=True) if out.requires_grad]
         torch.autograd.backward([out for out, _ in pairs], [grad for _, grad in pairs])
         return None, None, *(value.grad if isinstance(value, Tensor) else None for value in again)
 
 
-class _CheckpointDepth:
-    """Nesting depth of the recomputed functions that are currently running."""
+class _ForwardValues:
+    """Values that one forward of a recomputed function has determined. See [Note: values of a forward]."""
 
     def __init__(self) -> None:
-        self.depth = 0
+        self._values: list[Any] = []
+        self._next: int | None = None  # None in the first run, else the index of the next value to repeat
+
+    @contextmanager
+    def first_run(self) -> Iterator[None]:
+        """Context of the first run, which determines the values."""
+        running = _running()
+        running.append(self)
+        try:
+            yield
+        finally:
+            running.remove(self)
+
+    @contextmanager
+    def later_run(self) -> Iterator[None]:
+        """Context of a later run, which repeats the values. There may be several, and each may end early."""
+        self._next = 0
+        with self.first_run():
+            yield
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether the values are repeated, because this is not the first run."""
+        return self._next is not None
+
+    def add(self, value: Any) -> None:
+        """Stores a value of the first run."""
+        self._values.append(value)
+
+    def take(self) -> Any:
+        """Returns the next value of the first run."""
+        assert self._next is not None and self._next < len(self._values), "a later run makes the calls of the first"
+        self._next += 1
+        return self._values[self._next - 1]
 
 
 @functools.cache
-def _checkpoint_depth() -> _CheckpointDepth:
-    return _CheckpointDepth()
-
-
-@contextmanager
-def _checkpointing() -> Iterator[None]:
-    """Makes is_checkpointing return True inside the context."""
-    running = _checkpoint_depth()
-    running.depth += 1
-    try:
-        yield
-    finally:
-        running.depth -= 1
+def _running() -> list[_ForwardValues]:
+    """Returns the recomputed functions of this process that are currently running, the outermost first."""
+    return []
 
 
 def is_checkpointing() -> bool:
-    """Returns whether the caller runs inside a recomputed function, in either its first or its second run."""
-    return _checkpoint_depth().depth > 0
+    """Returns whether the caller runs inside a recomputed function, in either its first or a later run."""
+    return bool(_running())
+
+
+def is_recomputing() -> bool:
+    """Returns whether the caller runs in a later run of a recomputed function, during backward."""
+    return any(one.is_repeated for one in _running())
+
+
+def remembered(compute: Callable[[], _Value]) -> _Value:
+    """Returns compute(), and the same value again in later runs of the recomputed function that makes this call.
+
+    See [Note: values of a forward]. Outside of recomputed functions it only calls `compute`.
+    """
+    running = _running()
+    repeated = next((one for one in reversed(running) if one.is_repeated), None)
+    value: _Value = compute() if repeated is None else repeated.take()
+    # A function that runs for the first time inside a later run of another one must repeat the value as well.
+    for one in running:
+        if not one.is_repeated:
+            one.add(value)
+    return value
 
 
 def recompute(
     function: Callable[..., Any],
     *args: Any,
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext,
     draws_numbers: bool = True,
     **kwargs: Any,
 ) -> Any:
     """Runs a function like `checkpoint`, with keyword arguments. Dropout draws the same numbers in both runs.
 
-    args, kwargs: tensors of any shape and dtype, or other objects. around: returns a context for the second run.
-    draws_numbers: pass False if the function draws no random numbers, to skip reading generator states, which takes
-    time and is forbidden during CUDA graph capture. The gradient of a parameter is computed once, as without recompute,
+    args, kwargs: tensors of any shape and dtype, or other objects. draws_numbers: pass False if the function draws no
+    random numbers, to skip reading generator states, which takes time and is forbidden during CUDA graph capture. The
+    gradient of a parameter is computed once, as without recompute,
     because the second run only provides saved tensors to the graph of the first run.
     """
     # Without gradients nothing is saved, so there is nothing to recompute.
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    second_run = _SecondRun(get_cuda_rng_tracker().get_states() if draws_numbers else None, around)
+    values = _ForwardValues()
+    second_run = _SecondRun(get_cuda_rng_tracker().get_states() if draws_numbers else None, values.later_run)
     return torch.utils.checkpoint.checkpoint(
         function,
         *args,
         use_reentrant=False,
         preserve_rng_state=draws_numbers,
-        context_fn=lambda: (_checkpointing(), second_run),
+        context_fn=lambda: (values.first_run(), second_run),
         **kwargs,
     )
 
@@ -297,8 +349,11 @@ class CheckpointWithoutOutput:
         if self._manager is not None:
             self._manager.add_checkpoint(self)
         drawn_again = _RngSnapshot().drawn_again if self._draws_numbers else nullcontext
-        self._second_run = functools.partial(self._run_again, run_function, _Kept(args), drawn_again=drawn_again)
-        with torch.autograd.graph.saved_tensors_hooks(self._number, self._take), _checkpointing():
+        values = _ForwardValues()
+        self._second_run = functools.partial(
+            self._run_again, run_function, _Kept(args), drawn_again=drawn_again, values=values
+        )
+        with torch.autograd.graph.saved_tensors_hooks(self._number, self._take), values.first_run():
             output = run_function(*args)
         self._outputs = [tensor.untyped_storage() for tensor in _as_tuple(output)]
         self._output_bytes = [storage.nbytes() for storage in self._outputs]
@@ -351,11 +406,16 @@ class CheckpointWithoutOutput:
         self._outputs, self._output_bytes = [], []
 
     def _run_again(
-        self, function: Callable[..., Any], kept: "_Kept", *, drawn_again: Callable[[], AbstractContextManager[None]]
+        self,
+        function: Callable[..., Any],
+        kept: "_Kept",
+        *,
+        drawn_again: Callable[[], AbstractContextManager[None]],
+        values: _ForwardValues,
     ) -> tuple[Tensor, ...]:
         saved: list[Tensor] = []
         hooks = torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor.detach()), _never_unpacked)
-        with drawn_again(), torch.enable_grad(), hooks, _checkpointing():
+        with drawn_again(), torch.enable_grad(), hooks, values.later_run():
             output = function(*kept.detached())
         assert len(saved) == self._num_saved, f"{len(saved)} tensors saved, but {self._num_saved} in the first run"
         self._saved = dict(enumerate(saved))
@@ -425,7 +485,6 @@ class _SecondRun:
                 stack.callback(tracker.set_states, tracker.get_states())
                 tracker.set_states(self._streams)
             stack.enter_context(self._around())
-            stack.enter_context(_checkpointing())
             self._leave = stack.pop_all()
 
     def __exit__(self, *error: Any) -> None:

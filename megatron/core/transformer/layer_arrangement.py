@@ -57,7 +57,7 @@ def arrange_layer(layer: nn.Module, plan: LayerRecompute, *, inside: nn.Module) 
     Such layers are never offloaded.
     """
     use_parts(layer, replace(LayerParts(), **recomputed_parts(layer, plan.modules)))
-    return run if plan.segment is None else Recomputed((inside,), draws_numbers=may_draw((inside,)))
+    return run if plan.segment is None else Recomputed(draws_numbers=may_draw((inside,)))
 
 
 def use_parts(layer: nn.Module, parts: LayerParts) -> None:
@@ -74,7 +74,7 @@ def _segments(layers: nn.ModuleList, plan: Sequence[LayerRecompute]) -> tuple[Se
         again: Run = run
         if number is not None:
             owners = tuple(layers[index] for index in members)
-            again = Recomputed(owners, draws_numbers=may_draw(owners))
+            again = Recomputed(draws_numbers=may_draw(owners))
         segments.append(Segment(range(members[0], members[-1] + 1), again))
     return tuple(segments)
 

@@ -3,7 +3,6 @@
 future_tokens.py provides these tokens. The embedding, the output layer and the losses belong to the model.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,7 @@ from megatron.core.tensor_parallel.mappings import (
 from megatron.core.transformer.layer_arrangement import arrange_layer
 from megatron.core.transformer.module import MegatronModule, Run, is_expert_layer, to_residual
 from megatron.core.transformer.norms import Norm
-from megatron.core.transformer.recompute import LayerRecompute, Recomputed, plan_recompute
+from megatron.core.transformer.recompute import Recomputed, plan_recompute
 from megatron.core.transformer.rope import RotaryTable
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, build_offering
 from megatron.core.transformer.transformer_block import output_of
@@ -159,22 +158,18 @@ class MultiTokenPredictionBlock(MegatronModule):
         output: Tensor = self.runs[depth - 1](self.layers[depth - 1], hidden_states, embedded, *context, **packing)
         return output
 
-    def planned_layers(self) -> Iterator[tuple[TransformerLayer, LayerRecompute]]:
-        """Yields the transformer layer of each depth with its recompute plan."""
-        return zip(self._inner_layers, self.plan)
-
     def recomputed_layers(self) -> list[int]:
         """Returns the numbers in the model, starting at 1, of the layers that backward recomputes as a whole."""
-        layers = zip(self._inner_layers, self.runs)
+        layers = zip(self.transformer_layers(), self.runs)
         return [layer.layer_number for layer, its in layers if isinstance(its, Recomputed)]
 
-    @property
-    def _inner_layers(self) -> list[TransformerLayer]:
+    def transformer_layers(self) -> list[TransformerLayer]:
+        """Returns the transformer layer of each depth."""
         return [layer.transformer_layer for layer in self.layers if isinstance(layer, MultiTokenPredictionLayer)]
 
     def _arranged(self, layers_before: int) -> list[Run]:
-        has_experts = [is_expert_layer(layer.mlp) for layer in self._inner_layers]
+        has_experts = [is_expert_layer(layer.mlp) for layer in self.transformer_layers()]
         plan = plan_recompute(self.config, [*[False] * layers_before, *has_experts])
         self.plan = plan[layers_before:]
-        inner = zip(self._inner_layers, self.layers, self.plan)
+        inner = zip(self.transformer_layers(), self.layers, self.plan)
         return [arrange_layer(layer, its, inside=outer) for layer, outer, its in inner]

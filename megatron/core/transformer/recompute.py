@@ -4,10 +4,8 @@ The recompute mechanism is in tensor_parallel/random.py.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,11 +38,6 @@ class LayerRecompute:
     segment: int | None = None
     modules: frozenset[str] = frozenset()
 
-    @property
-    def has_router(self) -> bool:
-        """Whether backward recomputes the router of the layer."""
-        return self.segment is not None or "moe" in self.modules
-
 
 def plan_recompute(config: RecomputeConfig, has_experts: Sequence[bool]) -> list[LayerRecompute]:
     """Returns the plan of each layer. has_experts: for each layer, whether it is a mixture of experts."""
@@ -66,7 +59,7 @@ def recomputed_parts(layer: nn.Module, modules: frozenset[str]) -> dict[str, Any
     """Returns the recompute runners of a layer, by LayerParts name. modules: the parts to recompute."""
     whole = modules & {"core_attn", "shared_experts"} | ({"mlp"} if modules & {"mlp", "moe"} else set())
     runners: dict[str, Any] = {
-        name: Recomputed((layer,), draws_numbers=may_draw([_module_at(layer, _PLACES[name])])) for name in whole
+        name: Recomputed(draws_numbers=may_draw([_module_at(layer, _PLACES[name])])) for name in whole
     }
     if "layernorm" in modules:
         runners |= {"attn_norm": run_and_recompute, "mlp_norm": run_and_recompute}
@@ -81,15 +74,13 @@ def recomputed_parts(layer: nn.Module, modules: frozenset[str]) -> dict[str, Any
 class Recomputed:
     """A Run that saves only the arguments and recomputes the function in backward.
 
-    owners: modules that contain the Recorders to pause during the second run.
+    draws_numbers: whether the function draws random numbers.
     """
 
-    owners: tuple[nn.Module, ...]
     draws_numbers: bool
 
     def __call__(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        around = partial(_counted_already, self.owners)
-        return recompute(function, *args, around=around, draws_numbers=self.draws_numbers, **kwargs)
+        return recompute(function, *args, draws_numbers=self.draws_numbers, **kwargs)
 
 
 def run_and_recompute(function: Callable[..., Any], *args: Any) -> tuple[Any, Callable[[Tensor], None]]:
@@ -97,15 +88,6 @@ def run_and_recompute(function: Callable[..., Any], *args: Any) -> tuple[Any, Ca
     # Norms, activation functions and projections draw no random numbers.
     part = CheckpointWithoutOutput(draws_numbers=False)
     return part.checkpoint(function, *args), part.discard_output_and_register_recompute
-
-
-# Not a Protocol, because each second run checks all modules of a layer, and a Protocol check takes 20 us per module.
-class Recorder(ABC):
-    """Base class of modules that record statistics in forward."""
-
-    @abstractmethod
-    def recomputing(self) -> AbstractContextManager[None]:
-        """Returns a context in which the module records nothing."""
 
 
 class Drawing(ABC):
@@ -133,14 +115,3 @@ def _module_at(module: nn.Module, place: str) -> nn.Module:
             break
         module = children[name]
     return module
-
-
-@contextmanager
-def _counted_already(owners: tuple[nn.Module, ...]) -> Iterator[None]:
-    # Looked up in each run, because a model assigns its recorder to routers after its layers are built.
-    modules = {module for owner in owners for module in owner.modules()}
-    with ExitStack() as stack:
-        for module in modules:
-            if isinstance(module, Recorder):
-                stack.enter_context(module.recomputing())
-        yield

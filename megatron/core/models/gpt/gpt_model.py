@@ -30,7 +30,6 @@ from megatron.core.transformer.multi_token_prediction import (
     MultiTokenPredictionBlock,
     MultiTokenPredictionBlockSubmodules,
 )
-from megatron.core.transformer.recompute import plan_recompute
 from megatron.core.transformer.rope import RotaryEmbedding
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import (
@@ -306,6 +305,10 @@ class GPTModel(GraphableMegatronModule):
         """Number of tensor-parallel ranks over which hidden states are split along the sequence."""
         return group_size(self.tp_group) if self.config.sequence_parallel else 1
 
+    def note_update(self, optimizer: object) -> None:
+        """Records that an optimizer has updated the parameters, to notice loops that never call finalize_step."""
+        self.aux_losses.note_update(optimizer)
+
     def finalize_step(self, group: ProcessGroup | None) -> None:
         """Updates the expert biases of routers. Called once per step, after gradients are reduced.
 
@@ -449,15 +452,12 @@ class GPTModel(GraphableMegatronModule):
         layers = self.decoder.layers
         # A user-defined layer may not contain an `mlp`.
         parts = [dict(layer.named_children()).get("mlp") for layer in layers]
-        plan = plan_recompute(self.config, [isinstance(mlp, MoELayer) for mlp in parts])
-        for number, (mlp, again) in enumerate(zip(parts, plan), start=layers.offset + 1):
+        for number, mlp in enumerate(parts, start=layers.offset + 1):
             if isinstance(mlp, MoELayer):
-                mlp.router.report_to(self.aux_losses, layer_number=number, runs_again=again.has_router)
-        for layer, again in () if self.mtp is None else self.mtp.planned_layers():
+                mlp.router.report_to(self.aux_losses, layer_number=number)
+        for layer in () if self.mtp is None else self.mtp.transformer_layers():
             if isinstance(layer.mlp, MoELayer):
-                layer.mlp.router.report_to(
-                    self.aux_losses, layer_number=layer.layer_number, runs_again=again.has_router
-                )
+                layer.mlp.router.report_to(self.aux_losses, layer_number=layer.layer_number)
 
     def _initialize(self) -> None:
         with torch.no_grad():

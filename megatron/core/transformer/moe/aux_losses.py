@@ -13,9 +13,9 @@ schedule also scales the main loss (number of microbatches, loss scale). The for
 
 [Note: recomputed layers]
 With activation recompute, the forward of a layer runs a second time during backward. Its losses must be attached again,
-but sums and counts must not be recorded twice, so `recomputing` stops recording. The global-batch loss depends on the
-counts accumulated so far, which by then include later microbatches of a pipeline. The first forward therefore stores
-its average for the second one. Microbatches run backward in the order of their forwards, so a queue per layer suffices.
+but sums and counts are recorded only once. The global-batch loss depends on the
+counts accumulated so far, which by then include later microbatches. The average of the first forward is therefore
+remembered for the second one; see [Note: values of a forward] in tensor_parallel/random.py.
 
 [Note: groups of counts]
 Tokens per expert are counted on each rank and summed over one of three groups. `tp_cp`: ranks that hold parts of the
@@ -24,9 +24,8 @@ global-batch loss. The group passed to `finalize_step`: all ranks that process d
 """
 
 import functools
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -39,8 +38,8 @@ from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.kept_dtypes import KeepsDtypes, mark_kept_dtype
+from megatron.core.tensor_parallel.random import is_recomputing, remembered
 from megatron.core.transformer.moe.loss_tracker import LossRecorder, default_tracker
-from megatron.core.transformer.recompute import Recorder
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Names in the log.
@@ -69,9 +68,8 @@ class Routed:
     """Routing of one micro-batch. Its T = S x B tokens are ordered by position, then by sequence.
 
     logits: [T, E], fp32 or fp64. scores: [T, E], same dtype, the normalized scores if the route computed them. indices:
-    [T, K], int64. group: `tp_cp`, the ranks that process the other positions of the micro-batch. average_counts: maps
-    this rank's counts [E] to their mean over the micro-batches of all ranks in the step so far. valid: [T], bool,
-    tokens included in the losses; None means all.
+    [T, K], int64. group: `tp_cp`, the ranks that process the other positions of the micro-batch. average_counts: see
+    AuxLossRecorder.average_counts. valid: [T], bool, tokens included in the losses; None means all.
     """
 
     logits: Tensor
@@ -79,13 +77,20 @@ class Routed:
     indices: Tensor
     num_sequences: int
     group: dist.ProcessGroup | None
-    average_counts: Callable[[Tensor], Tensor]
+    average_counts: Callable[[Tensor, int | Tensor], Tensor]
     valid: Tensor | None = None
 
     @functools.cached_property
     def tokens_per_expert(self) -> Tensor:
         """Number of assignments to each expert: [E], int64, computed once."""
         return count_tokens(self.indices, self.logits.shape[-1], valid=self.valid)
+
+    @functools.cached_property
+    def num_tokens(self) -> Tensor | int:
+        """Number of tokens in the losses of all ranks of the group, at least 1: an int, or a scalar, int64."""
+        if self.num_valid is None:
+            return len(self.logits) * group_size(self.group)
+        return summed_counts(self.num_valid, self.group).clamp(min=1)
 
     @functools.cached_property
     def num_valid(self) -> Tensor | None:
@@ -142,25 +147,25 @@ class LoadBalancing:
         if routed.valid is None:
             by_sequence = scores.view(-1, len(counts))  # [S, B * E]
             return self._switch_loss(by_sequence, counts, routed, coefficient=coefficient) / num_sequences
-        # Sequences can have different numbers of tokens, so each has its own factor.
+        # Sequences can have different numbers of tokens, so each has its own factor. A sequence of padding alone is not
+        # data: it has no loss, and the mean does not count it.
         valid = routed.valid.view(-1, num_sequences)  # [S, B]
-        lengths = summed_counts(valid.sum(dim=0), routed.group).clamp(min=1).to(scores.dtype)
+        lengths = summed_counts(valid.sum(dim=0), routed.group)
+        num_real = (lengths > 0).sum().clamp(min=1)
+        lengths = lengths.clamp(min=1).to(scores.dtype)
         means = (scores.view(-1, num_sequences, self.num_experts) * valid.unsqueeze(-1)).sum(dim=0)  # [B, E]
         products = (means * counts.view(num_sequences, -1)).sum(dim=1) / lengths.square()
-        return products.sum() * (self.num_experts * coefficient / (self.topk * num_sequences))
+        return products.sum() * (self.num_experts * coefficient) / (self.topk * num_real)
 
     def _of_global_batch(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
-        counts = routed.average_counts(routed.tokens_per_expert)
+        counts = routed.average_counts(routed.tokens_per_expert, routed.num_tokens * self.topk)
         return self._switch_loss(scores, counts.to(scores.dtype), routed, coefficient=coefficient)
 
     def _switch_loss(self, scores: Tensor, counts: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
-        total: Tensor | int = len(scores) * group_size(routed.group)
-        if routed.num_valid is not None:
-            total = summed_counts(routed.num_valid, routed.group).clamp(min=1)
         return switch_load_balancing_loss_func(
             scores,
             counts,
-            total,
+            routed.num_tokens,
             self.topk,
             self.num_experts,
             coefficient,
@@ -251,7 +256,7 @@ class LayerTotals:
         return LayerTotals(self.names, self.losses + other.losses, self.tokens_per_expert + other.tokens_per_expert)
 
 
-class AuxLossRecorder(Recorder, LossRecorder, KeepsDtypes):
+class AuxLossRecorder(LossRecorder, KeepsDtypes):
     """Records a model chunk's auxiliary losses and expert loads during a step, and scales the losses' gradients.
 
     The routers of a model chunk share one recorder, whose tensors are on the device. Losses accumulate until
@@ -263,7 +268,6 @@ class AuxLossRecorder(Recorder, LossRecorder, KeepsDtypes):
     counts: Tensor
     tokens_per_expert: Tensor
     global_tokens_per_expert: Tensor
-    num_microbatches: Tensor
 
     def __init__(
         self,
@@ -283,11 +287,11 @@ class AuxLossRecorder(Recorder, LossRecorder, KeepsDtypes):
         device = device or default_device()
         self.names = (*_ROUTER_LOSSES, *more_names)
         self.groups = groups or ProcessGroupCollection()
-        # By layer, one entry for each microbatch that has not run backward yet. See [Note: recomputed layers].
-        self._averages: defaultdict[int, deque[Tensor]] = defaultdict(deque)
         self._bias_updates: dict[int, Callable[[Tensor], None]] = {}
+        # Optimizers that have stepped since the first counts of the step, and whether a loop was told to end its steps.
+        self._has_counts, self._updated_by, self._was_told = False, set[int](), False
+        self._averages_steps = False  # whether any router uses the loss of the global batch
         self._passes: dict[int, list[Tensor]] | None = None  # tokens per expert of each microbatch, by layer
-        self._recording = True
         self.recorded_names: set[str] = set()  # since the recorder was created
         default_tracker().watch(self)
         losses = torch.zeros(len(self.names), num_layers, dtype=dtype, device=device)
@@ -298,7 +302,6 @@ class AuxLossRecorder(Recorder, LossRecorder, KeepsDtypes):
             "counts": losses.clone(),
             "tokens_per_expert": tokens,
             "global_tokens_per_expert": tokens.clone(),
-            "num_microbatches": torch.zeros(num_layers, dtype=torch.int64, device=device),
         }
         for name, buffer in buffers.items():
             self.register_buffer(name, mark_kept_dtype(buffer), persistent=False)
@@ -325,25 +328,12 @@ class AuxLossRecorder(Recorder, LossRecorder, KeepsDtypes):
 
     # In forward
 
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Disables recording inside the block, for a forward that is recomputed during backward.
-
-        Losses are still attached. The first forward must run with gradients enabled, because routers record nothing
-        under no_grad. See [Note: recomputed layers].
-        """
-        recorded, self._recording = self._recording, False
-        try:
-            yield
-        finally:
-            self._recording = recorded
-
     def record(self, name: str, value: Tensor, *, layer_number: int, count: Tensor | int = 1) -> None:
         """Adds one microbatch's value, or a sum of `count` values, to a loss of a layer.
 
         value: scalar, float, on the device. count: an int, or a scalar on the device. layer_number: from 1.
         """
-        if not self._recording:
+        if is_recomputing():
             return
         row = self.names.index(name)  # sums and counts are [names, layers]
         self.recorded_names.add(name)
@@ -353,27 +343,30 @@ class AuxLossRecorder(Recorder, LossRecorder, KeepsDtypes):
 
     def record_tokens(self, tokens_per_expert: Tensor, *, layer_number: int) -> None:
         """Adds one microbatch's token counts; tokens_per_expert: [E], int64, on the device; layer_number: from 1."""
-        if not self._recording:
+        if is_recomputing():
             return
+        self._has_counts = True
         self.tokens_per_expert[layer_number - 1].add_(tokens_per_expert)
         if self._passes is not None:
             self._passes.setdefault(layer_number, []).append(tokens_per_expert)
 
-    def average_counts(self, tokens_per_expert: Tensor, *, layer_number: int, runs_again: bool = True) -> Tensor:
-        """Returns the mean of the counts over the micro-batches of all ranks in the step so far. Collective.
+    def average_counts(self, tokens_per_expert: Tensor, num_assigned: int | Tensor, *, layer_number: int) -> Tensor:
+        """Returns the counts over all ranks in the step so far, scaled to the size of this micro-batch. Collective.
 
-        tokens_per_expert: [E], int64; layer_number: from 1. Returns [E], fp64. In a recomputed forward, returns the
-        stored result of the first forward. runs_again: whether the layer may be recomputed; if not, nothing is stored.
+        tokens_per_expert: [E], int64, this rank's counts. num_assigned: their sum over all ranks that process parts of
+        the micro-batch, at least 1: an int, or a scalar on the device. layer_number: from 1. Returns [E], fp64. The
+        shares n_e / (K T) of the experts are thus ratios of sums, also if micro-batches have different numbers of
+        tokens. A recomputed forward gets the result of its first run.
         """
-        layer, averages = layer_number - 1, self._averages[layer_number]
-        if self._recording:
-            self.global_tokens_per_expert[layer].add_(summed_counts(tokens_per_expert, self.groups.tp_dp_cp))
-            self.num_microbatches[layer].add_(group_size(self.groups.tp_dp_cp) // group_size(self.groups.tp_cp))
-            average = self.global_tokens_per_expert[layer].double() / self.num_microbatches[layer]
-            if runs_again:
-                averages.append(average)
-            return average
-        return averages.popleft()
+        return remembered(
+            lambda: self._averaged(tokens_per_expert, num_assigned, self.global_tokens_per_expert[layer_number - 1])
+        )
+
+    def _averaged(self, tokens_per_expert: Tensor, num_assigned: int | Tensor, totals: Tensor) -> Tensor:
+        self._averages_steps = True
+        totals.add_(summed_counts(tokens_per_expert, self.groups.tp_dp_cp))
+        # With equal micro-batches, the divisor is exactly their number.
+        return totals.double() / (totals.sum().clamp(min=1).double() / num_assigned)
 
     def keep_passes(self) -> None:
         """Starts recording the tokens of each microbatch separately, in addition to their sum."""
@@ -396,6 +389,27 @@ class AuxLossRecorder(Recorder, LossRecorder, KeepsDtypes):
         update: receives [E], int64. layer_number: from 1.
         """
         self._bias_updates[layer_number] = update
+
+    def note_update(self, optimizer: object) -> None:
+        """Warns once if an optimizer updates a second time although no step was ended since its first update.
+
+        Without finalize_step routing biases never change, and the global-batch loss averages over the whole run.
+        """
+        if self._was_told or not (self._has_counts and self._needs_end):
+            return
+        if id(optimizer) in self._updated_by:
+            self._was_told = True
+            warnings.warn(
+                f"{type(optimizer).__name__} has updated parameters twice without the end of a step: routing biases "
+                "and the loss of the global batch (global_aux_loss) require model.finalize_step(None) after each "
+                "step's last backward, or finalize_model_grads([model]) with several ranks; see docs/library.md",
+                stacklevel=2,
+            )
+        self._updated_by.add(id(optimizer))
+
+    @property
+    def _needs_end(self) -> bool:
+        return bool(self._bias_updates) or self._averages_steps
 
     def finalize_step(self, group: dist.ProcessGroup | None) -> None:
         """Ends a step after its last microbatch: updates the routing biases and clears the token counts. Collective.
@@ -442,8 +456,6 @@ class AuxLossRecorder(Recorder, LossRecorder, KeepsDtypes):
     def forget_averages(self, *, layer_number: int) -> None:
         """Clears the running counts of a layer's global-batch loss in this step; layer_number: from 1."""
         self.global_tokens_per_expert[layer_number - 1].zero_()
-        self.num_microbatches[layer_number - 1].zero_()
-        self._averages[layer_number].clear()
 
     def forget_losses(self) -> None:
         """Sets all sums and counts of losses to zero."""
@@ -451,9 +463,10 @@ class AuxLossRecorder(Recorder, LossRecorder, KeepsDtypes):
         self.counts.zero_()
 
     def _forget_tokens(self) -> None:
-        for tokens in (self.tokens_per_expert, self.global_tokens_per_expert, self.num_microbatches):
-            tokens.zero_()
-        self._averages.clear()
+        self.tokens_per_expert.zero_()
+        self.global_tokens_per_expert.zero_()
+        self._has_counts = False
+        self._updated_by.clear()
 
 
 class _AttachLoss(PlainFunction):

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.tensor_parallel.random import is_recomputing
 from megatron.core.transformer.cuda_graphs import PartParticipant
 from megatron.core.transformer.moe.dispatch import RowDemand
 from megatron.core.transformer.moe.paged_stash import (
@@ -29,7 +30,6 @@ from megatron.core.transformer.moe.paged_stash import (
     StashGroup,
     layer_name,
 )
-from megatron.core.transformer.recompute import Recorder
 
 
 @dataclass
@@ -44,7 +44,7 @@ class CapturedForward:
     rows: list[tuple[int, Tensor]] = field(default_factory=list)
 
 
-class ExpertStep(Recorder, torch.nn.Module):
+class ExpertStep(torch.nn.Module):
     """Records the demand and the live rows of a step's expert layers, and runs the experts in contexts of the stash.
 
     Each layer creates an instance; a trainer replaces them with one instance for all layers of its rank. Live rows are
@@ -65,7 +65,7 @@ class ExpertStep(Recorder, torch.nn.Module):
         self.rows = torch.zeros(0, dtype=torch.int64, device=device)
         self.passes: list[int] = []
         self.stash: PagedStash | None = None
-        self._recording, self._has_begun = True, False
+        self._has_begun = False
         self._part: CapturedForward | None = None  # set during capture
 
     def __reduce__(self) -> Any:
@@ -96,7 +96,7 @@ class ExpertStep(Recorder, torch.nn.Module):
 
         num_rows: [1], int64, on the device: live rows out of max_rows. Yields the stash's group; None without a stash.
         """
-        if self._has_begun and self._recording and torch.is_grad_enabled():
+        if self._has_begun and torch.is_grad_enabled() and not is_recomputing():
             self._count(layer_number, num_rows)
         if self.stash is None:
             yield None
@@ -104,15 +104,6 @@ class ExpertStep(Recorder, torch.nn.Module):
         name, takes = layer_name(layer_number), RowTensors.DECLARED
         with self.stash.context(name, num_rows, max_rows=max_rows, takes=takes) as group:
             yield group
-
-    @contextmanager
-    def recomputing(self) -> Iterator[None]:
-        """Disables the recording of rows inside the block, for a forward that is recomputed during backward."""
-        recorded, self._recording = self._recording, False
-        try:
-            yield
-        finally:
-            self._recording = recorded
 
     # Parts in CUDA graphs. See [Note: captured experts].
 

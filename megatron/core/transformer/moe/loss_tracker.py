@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
@@ -35,6 +36,10 @@ class LossRecorder(ABC):
     @abstractmethod
     def forget_losses(self) -> None:
         """Resets the sums of all losses to zero."""
+
+    @abstractmethod
+    def note_update(self, optimizer: object) -> None:
+        """Records that an optimizer has updated parameters, which may be those of the recorder's model."""
 
     @abstractmethod
     def set_backward_scale(self, scale: Tensor) -> None:
@@ -79,6 +84,11 @@ class AuxLossTracker:
         for recorder in self._recorders:
             recorder.set_backward_scale(scale)
         self.scale = scale
+
+    def note_update(self, optimizer: object) -> None:
+        """Tells all recorders that a torch optimizer has stepped."""
+        for recorder in self._recorders:
+            recorder.note_update(optimizer)
 
     def save(
         self,
@@ -162,7 +172,10 @@ class AuxLossTracker:
 @cache
 def default_tracker() -> AuxLossTracker:
     """Returns the tracker of this process."""
-    return AuxLossTracker()
+    tracker = AuxLossTracker()
+    # On all torch optimizers, because the optimizers of custom training loops are not known here.
+    register_optimizer_step_post_hook(lambda optimizer, args, kwargs: tracker.note_update(optimizer))
+    return tracker
 
 
 def _sum_by_layer(tensors: Sequence[Tensor]) -> Tensor:

@@ -210,7 +210,8 @@ class MoELayer(BaseMoELayer):
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the layer; hidden_states: [S, B, H], parameter dtype.
 
-        padding_mask: [B, S], bool, or None: True for tokens that losses and loads ignore; they are still routed.
+        padding_mask: [B, S], bool, or None: True for tokens that losses and loads ignore. They are still routed, unless
+        experts have a capacity (moe_expert_capacity_factor), of which padding must not take a part.
         intermediate_tensors: must be None. Returns [S, B, H], same dtype, and a bias to add, or None. Raises ValueError
         if padding_mask has a different shape.
         """
@@ -253,7 +254,10 @@ class MoELayer(BaseMoELayer):
         Returns a Routing, which unpacks as weights [T, E], fp32 (fp64 in fp64 models), and the choice [T, E], bool.
         """
         weights, indices, has_absent = self._run_router(hidden_states, padding_mask)
-        return Routing(weights, indices, self.config.num_moe_experts or 0, has_absent)
+        routing = Routing(weights, indices, self.config.num_moe_experts or 0, has_absent)
+        if padding_mask is None or self.config.moe_expert_capacity_factor is None:
+            return routing
+        return routing.without(padding_mask.reshape(-1))
 
     @part("moe_router")
     def _run_router(self, hidden_states: Tensor, padding_mask: Tensor | None) -> tuple[Tensor, Tensor, bool]:

@@ -71,6 +71,12 @@ class Routing(Sequence[Tensor]):
             return cls(weights, indices, num_experts)
         return cls(weights * present, indices.masked_fill(~present, num_experts), num_experts, has_absent=True)
 
+    def without(self, tokens: Tensor) -> "Routing":
+        """Returns the routing in which some tokens have no experts; tokens: [T], bool, True for these tokens."""
+        absent = tokens.unsqueeze(1)
+        weights, indices = self.weights.masked_fill(absent, 0), self.indices.masked_fill(absent, self.num_experts)
+        return Routing(weights, indices, self.num_experts, has_absent=True)
+
     @property
     def probs(self) -> Tensor:
         """Table of the weights: [T, E], float, 0 where an expert is not chosen."""

@@ -202,12 +202,9 @@ class TopKRouter(Router):
         )
         self.report_to(own, layer_number=layer_number)
 
-    def report_to(self, recorder: AuxLossRecorder, *, layer_number: int, runs_again: bool = True) -> None:
-        """Sets the recorder for losses and counts; layer_number: from 1.
-
-        runs_again: whether activation recompute may run the router's forward a second time.
-        """
-        self.aux_losses, self.layer_number, self.runs_again = recorder, layer_number, runs_again
+    def report_to(self, recorder: AuxLossRecorder, *, layer_number: int) -> None:
+        """Sets the recorder for losses and counts; layer_number: from 1."""
+        self.aux_losses, self.layer_number = recorder, layer_number
         if self.expert_bias is not None:
             recorder.update_bias_with(self.update_expert_bias, layer_number=layer_number)
 
@@ -330,10 +327,8 @@ class TopKRouter(Router):
             )
         return weights
 
-    def _average_counts(self, tokens_per_expert: Tensor) -> Tensor:
-        return self.aux_losses.average_counts(
-            tokens_per_expert, layer_number=self.layer_number, runs_again=self.runs_again
-        )
+    def _average_counts(self, tokens_per_expert: Tensor, num_assigned: int | Tensor) -> Tensor:
+        return self.aux_losses.average_counts(tokens_per_expert, num_assigned, layer_number=self.layer_number)
 
     def reset_global_aux_loss_tracker(self) -> None:
         """Clears the running counts of this layer's global-batch loss in this step."""

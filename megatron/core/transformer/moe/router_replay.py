@@ -13,16 +13,21 @@ choices.
     loss = model(tokens)
     RouterReplay.set_global_router_replay_action(RouterReplayAction.REPLAY_BACKWARD)
     loss.backward()                                    # recomputed layers choose what their forward chose
+
+A recomputed layer always repeats the choice of its own forward, which is stored with that forward (see [Note: values of
+a forward] in tensor_parallel/random.py). Forwards and backwards may therefore run in any order, and forwards without a
+backward leave nothing behind.
 """
 
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
 from functools import cache
 from typing import Any
 
 from torch import Tensor
+
+from megatron.core.tensor_parallel.random import remembered
 
 # (scores [T, E]) -> the K highest scores and their indices, as torch.topk returns them.
 Choose = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -40,8 +45,7 @@ class RouterReplay:
     """Records and replays the expert choices of one router.
 
     RECORD routes normally and records the choice of the last forward. REPLAY_FORWARD uses the target indices.
-    REPLAY_BACKWARD repeats the choice of the oldest forward that has not been recomputed yet. None routes normally. The
-    choice of a forward that records or replays is stored until its recomputation has run, or until clear_indices. The
+    REPLAY_BACKWARD, which scripts set around backward, permits only recomputed forwards. None routes normally. The
     static methods act on all instances of the process, in the order in which they were created.
     """
 
@@ -49,7 +53,6 @@ class RouterReplay:
         self.router_replay_action: RouterReplayAction | None = None
         self.recorded_topk_idx: Tensor | None = None
         self.target_topk_idx: Tensor | None = None
-        self._for_backward: deque[Tensor] = deque()
         _references().append(weakref.ref(self, _references().remove))
 
     def __reduce__(self) -> Any:
@@ -99,7 +102,7 @@ class RouterReplay:
 
     @staticmethod
     def clear_global_indices() -> None:
-        """Clears all indices of all instances: recorded, target, and stored for recomputation."""
+        """Clears the recorded and target indices of all instances."""
         for instance in RouterReplay.instances():
             instance.clear_indices()
 
@@ -137,36 +140,32 @@ class RouterReplay:
         self.target_topk_idx = topk_indices
 
     def clear_indices(self) -> None:
-        """Clears all indices: recorded, target, and stored for recomputation."""
+        """Clears the recorded and target indices. Forwards whose backward is still to come keep their choice."""
         self.recorded_topk_idx = self.target_topk_idx = None
-        self._for_backward.clear()
 
     def get_replay_topk(self, scores: Tensor, choose: Choose) -> tuple[Tensor, Tensor]:
-        """Chooses experts according to the action; scores: [T, E], fp32 or fp64.
+        """Chooses experts according to the action, or as in its first run if recomputed; scores: [T, E], fp32 or fp64.
 
         choose: computes the normal choice, such as top-k. Returns the scores of the chosen experts [T, K], same dtype,
         and their indices [T, K], int64. Raises ValueError if the indices to replay are missing or have a different
-        number of tokens.
+        number of tokens, and for a new forward under REPLAY_BACKWARD.
         """
-        action = self.router_replay_action
-        if action is None:
-            return choose(scores)
-        if action is RouterReplayAction.RECORD:
-            values, indices = choose(scores)
-            self.record_indices(indices)
-            self._for_backward.append(indices)
-            return values, indices
-        if action is RouterReplayAction.REPLAY_FORWARD:
-            indices = self._targets_of(scores)
-            self._for_backward.append(indices)
-        elif not self._for_backward:
-            raise ValueError(
-                "router_replay_action is REPLAY_BACKWARD, but every recorded or replayed forward has already been "
-                "recomputed"
-            )
-        else:
-            indices = self._for_backward.popleft()
+        indices = remembered(lambda: self._chosen(scores, choose))
         return scores.gather(1, indices), indices
+
+    def _chosen(self, scores: Tensor, choose: Choose) -> Tensor:
+        action = self.router_replay_action
+        if action is RouterReplayAction.REPLAY_BACKWARD:
+            raise ValueError(
+                "router_replay_action is REPLAY_BACKWARD in a forward that recomputes no earlier one: set RECORD or "
+                "REPLAY_FORWARD before a new forward"
+            )
+        if action is RouterReplayAction.REPLAY_FORWARD:
+            return self._targets_of(scores)
+        _, indices = choose(scores)
+        if action is RouterReplayAction.RECORD:
+            self.record_indices(indices)
+        return indices
 
     def _targets_of(self, scores: Tensor) -> Tensor:
         if self.target_topk_idx is None:

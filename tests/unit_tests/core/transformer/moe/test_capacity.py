@@ -171,3 +171,58 @@ def test_shared_expert_agrees_with_hugging_face() -> None:
 def test_settings_that_contradict_each_other_are_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         moe_layer(grouped=True, **fields)
+
+
+MASKS = {
+    "left": [3, 6],
+    "right": [-3, -6],
+    "one sequence": [0, 8],
+    "few": [1, 0],
+    "most": [-7, 7],
+    "all": [8, 8],
+}
+
+
+def _mask(kind: str) -> Tensor:
+    """Padding of two sequences of 8: [B, S], bool. Positive lengths pad on the left, negative ones on the right."""
+    mask = torch.zeros(2, 8, dtype=torch.bool)
+    for row, length in zip(mask, MASKS[kind], strict=True):
+        row[:length] = True
+        if length < 0:
+            row[:] = False
+            row[length:] = True
+    return mask
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["dropped", "padded"])
+@pytest.mark.parametrize("policy", ["probs", "position"])
+@pytest.mark.parametrize("kind", MASKS)
+def test_padding_takes_no_place_in_a_capacity(kind: str, policy: str, padded: bool) -> None:
+    """The kept choices of real tokens are those of a loop over these alone, whatever padding contains."""
+    fields = {"moe_expert_capacity_factor": 0.75, "moe_token_drop_policy": policy}
+    layer = moe_layer(grouped=True, **fields, moe_pad_expert_input_to_capacity=padded, params_dtype=torch.float64)
+    generator, mask = torch.Generator().manual_seed(2), _mask(kind)
+    hidden = torch.randn(8, 2, layer.config.hidden_size, dtype=torch.float64, generator=generator)
+    outputs, gradients = [], []
+    for scale in (0.0, 1.0, 100.0):  # padding that experts would like to different degrees
+        given = torch.where(mask.t().unsqueeze(2), scale * hidden.flip(0), hidden).requires_grad_()
+        outputs.append(layer(given, padding_mask=mask)[0])
+        layer.zero_grad()
+        outputs[-1][~mask.t()].square().sum().backward()
+        gradients.append([param.grad for param in layer.parameters()])
+    weights, indices, _ = layer._run_router(hidden, mask.t())
+    real = ~mask.t().reshape(-1)
+    capacity = get_capacity(indices.numel(), layer.config.num_moe_experts, 0.75)
+    kept = naive_kept(weights[real], indices[real], capacity=min(capacity, len(indices)), policy=policy)
+    matrices = expert_matrices(layer)
+    tokens = hidden.reshape(-1, hidden.shape[-1])[real]
+    expected = torch.zeros_like(tokens)
+    for token, slot in kept.nonzero().tolist():
+        expert = int(indices[real][token, slot])
+        gate, up = (matrices[f"linear_fc1.weight.{name}"][expert] @ tokens[token] for name in ("gate", "up"))
+        expected[token] += weights[real][token, slot] * (matrices["linear_fc2.weight"][expert] @ (F.silu(gate) * up))
+    for output, grads in zip(outputs, gradients, strict=True):
+        torch.testing.assert_close(output[~mask.t()], expected.view(-1, output.shape[-1]))
+        assert not output[mask.t()].any()
+        for grad, first in zip(grads, gradients[0], strict=True):
+            torch.testing.assert_close(grad, first)

@@ -224,27 +224,30 @@ LOSSES = {
 }
 
 
-def test_losses_and_loads_leave_padding_out() -> None:
+@pytest.mark.parametrize("lengths", [[5, 3], [5, 0], [1, 4], [0, 0]])
+def test_losses_and_loads_leave_padding_out(lengths: list[int]) -> None:
+    """A sequence of padding alone has no loss, and the mean over sequences does not count it."""
     config = small_config(num_moe_experts=EXPERTS, **LLAMA_LIKE, **LOSSES, params_dtype=torch.float64)
     router = TopKRouter(config, None, True)
     assert router.is_aux_loss_enabled() and router.get_aux_loss_coeff("seq_aux_loss") == 0.5
     logits = torch.randn(
         S, B, EXPERTS, dtype=torch.float64, generator=torch.Generator().manual_seed(4)
     ).requires_grad_()
-    lengths = [5, 3]
     mask = torch.arange(S).unsqueeze(1) >= torch.tensor(lengths)
     routing = router.routing(logits, mask)
     assert torch.equal(routing.indices, router.eval().routing(logits).indices), "padding is routed as well"
     router.train()
-    parts = [logits[:length, b] for b, length in enumerate(lengths)]
-    valid = torch.cat(parts)
+    parts = [logits[:length, b] for b, length in enumerate(lengths) if length]
+    zero = logits.sum() * 0
+    valid = torch.cat(parts) if parts else logits[:0, 0]
     probs, counts = naive.shares(valid, config)
-    whole = naive.balancing_loss(probs, counts, config)
+    whole = naive.balancing_loss(probs, counts, config) if parts else zero
+    of_sequences = [naive.balancing_loss(*naive.shares(one, config), config) for one in parts]
     expected = {
         "load_balancing_loss": whole,
-        "seq_load_balancing_loss": sum(naive.balancing_loss(*naive.shares(one, config), config) for one in parts) / B,
+        "seq_load_balancing_loss": sum(of_sequences) / len(parts) if parts else zero,
         "global_load_balancing_loss": whole,
-        "z_loss": valid.logsumexp(1).square().mean(),
+        "z_loss": valid.logsumexp(1).square().mean() if parts else zero,
     }
     tokens = router.aux_losses.layer_totals().tokens_per_expert[0]
     assert tokens.tolist() == list(counts)
@@ -309,7 +312,7 @@ def test_the_counts_of_the_global_loss_can_be_reset() -> None:
         if is_reset:
             router.reset_global_aux_loss_tracker()
         router.routing(logits.clone().requires_grad_())
-        seen.append(router.aux_losses.num_microbatches.item())
+        seen.append(router.aux_losses.global_tokens_per_expert.sum().item() // (S * B * router.topk))
     assert seen == [1, 2, 1]
 
 

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.moe.aux_losses import (
     AuxLossRecorder,
     count_tokens,
@@ -147,9 +148,13 @@ def test_records_are_summed_over_layers_and_microbatches_and_taken_once() -> Non
     recorder = AuxLossRecorder(num_layers=3, device=torch.device("cpu"))
     assert totals_of(recorder) == {}
     for value, layer in ((1.0, 1), (3.0, 1), (4.0, 3)):
-        recorder.record("z_loss", torch.tensor(value), layer_number=layer)
-        with recorder.recomputing():
+
+        def recorded(x: torch.Tensor, value: float = value, layer: int = layer) -> torch.Tensor:
             recorder.record("z_loss", torch.tensor(value), layer_number=layer)
+            return x.exp()
+
+        # Backward runs the function a second time.
+        checkpoint(recorded, False, torch.ones(1, requires_grad=True)).sum().backward()
     assert totals_of(recorder) == {"z_loss": [8.0, 3.0]}
     assert totals_of(recorder) == {}
 
