@@ -6,7 +6,7 @@ half() and to(dtype) of a model leave it as it is, double() widens it, and a lat
 follows the tensor to other devices, through copies, to_empty(), and state dicts that are assigned.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 
 def mark_kept_dtype(tensor: Tensor) -> Tensor:
-    """Excludes a parameter or buffer, any shape, from casts to less precision than it has now. Returns it."""
+    """Excludes a parameter or buffer, any shape and dtype, from casts to less precision than it has. Returns it."""
     vars(tensor).update(kept_dtype=tensor.dtype)
     return tensor
 
@@ -47,8 +47,7 @@ class KeepsDtypes(nn.Module):
         return super()._apply(fn if isinstance(fn, _Keeping) else _Keeping(fn, self), recurse)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
-        own = {**self._parameters, **self._buffers}
-        marks = {name: kept_dtype(tensor) for name, tensor in own.items() if tensor is not None}
+        marks = {name: kept_dtype(tensor) for name, tensor in _own_tensors(self)}
         if local_metadata.get("assign_to_params_buffers", False):
             # Otherwise values are copied, and the destination keeps its dtype.
             for name, kept in marks.items():
@@ -56,10 +55,15 @@ class KeepsDtypes(nn.Module):
                 if kept is not None and isinstance(given, Tensor):
                     state_dict[prefix + name] = given.to(torch.promote_types(kept, given.dtype))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
-        for name, kept in marks.items():
-            loaded = self._parameters.get(name) if name in self._parameters else self._buffers.get(name)
-            if kept is not None and loaded is not None:
+        for name, loaded in _own_tensors(self):
+            if (kept := marks.get(name)) is not None:
                 vars(loaded).update(kept_dtype=kept)
+
+
+def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters and buffers of a module, without those of its submodules."""
+    yield from module.named_parameters(recurse=False, remove_duplicate=False)
+    yield from module.named_buffers(recurse=False, remove_duplicate=False)
 
 
 class _Keeping:

@@ -33,7 +33,7 @@ from megatron.core.device import (
     rng_tracker,
     set_rng_state_bytes,
 )
-from megatron.core.device.torch_internals import storage_id
+from megatron.core.device.torch_internals import is_in_backward, storage_id
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 
@@ -258,17 +258,24 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Returns whether the caller runs in a later run of a recomputed function, during backward."""
-    return any(one.is_repeated for one in _running())
+    """Returns whether the caller runs in a later run of a recomputed function, also of one in torch's checkpoint."""
+    return is_in_backward() or any(one.is_repeated for one in _running())
 
 
 def remembered(compute: Callable[[], _Value]) -> _Value:
     """Returns compute(), and the same value again in later runs of the recomputed function that makes this call.
 
-    See [Note: values of a forward]. Outside of recomputed functions it only calls `compute`.
+    See [Note: values of a forward]. Outside of recomputed functions it only calls `compute`. Raises RuntimeError in the
+    recomputation of a function that torch.utils.checkpoint runs, which does not store the values of its first run.
     """
     running = _running()
     repeated = next((one for one in reversed(running) if one.is_repeated), None)
+    if repeated is None and is_in_backward():
+        raise RuntimeError(
+            "a layer whose forward depends on state (global_aux_loss, moe_enable_routing_replay) is recomputed by "
+            "torch.utils.checkpoint, which does not store that state: use megatron.core.tensor_parallel.checkpoint, or "
+            "recompute_granularity"
+        )
     value: _Value = compute() if repeated is None else repeated.take()
     # A function that runs for the first time inside a later run of another one must repeat the value as well.
     for one in running:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import CheckpointFunction, checkpoint, is_recomputing, remembered
@@ -182,6 +183,27 @@ def test_losses_and_loads_are_recorded_once_a_forward() -> None:
     for loads, totals in records[1:]:
         assert torch.equal(loads, records[0][0])
         assert all(torch.equal(total, records[0][1][name]) for name, total in totals.items())
+
+
+def test_layers_in_checkpoints_of_torch_record_once_and_refuse_state_that_these_lack() -> None:
+    loads = []
+    for wrap in (lambda function, *args: function(*args), torch_checkpoint):
+        model = build(KINDS["jitter"])
+        layer = model.decoder.layers[0].mlp
+        hidden = torch.randn(6, 2, 32, dtype=torch.float64, requires_grad=True)
+        wrap(lambda x, layer=layer: layer(x)[0], hidden).sum().backward()
+        loads.append(model.aux_losses.tokens_per_expert.sum())
+    assert loads[0] == loads[1] == 24
+    for kind in ("global loss", "replay"):
+        layer = build(KINDS[kind]).decoder.layers[0].mlp
+        output = torch_checkpoint(lambda x, layer=layer: layer(x)[0], hidden)
+        with pytest.raises(RuntimeError, match="recomputed by torch.utils.checkpoint, which does not store that state"):
+            output.sum().backward()
+
+
+def torch_checkpoint(function: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
+    output: torch.Tensor = torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False)
+    return output
 
 
 # --- Values of a forward ---
