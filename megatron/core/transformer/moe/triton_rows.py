@@ -33,8 +33,9 @@ _TILE = 1024
 # Columns that a program copies per iteration, and rows of a tile, of which narrow rows would need fewer programs than
 # there are multiprocessors.
 _COPIED_COLUMNS, _MOST_ROWS = 2048, 128
-# Choices whose rows the compiler may load before it adds the first of them.
-_MOST_LOADS = 8
+# Choices whose rows the compiler may load before it adds the first of them: of rows whose width 16 divides, which are
+# loaded 16 bytes at a time, and of others. With the other number, some of both spill registers.
+_WIDE_LOADS, _NARROW_LOADS = 4, 8
 _WARPS = {"num_warps": 4}
 
 # Slots that a program orders per iteration. It compares all pairs of them.
@@ -307,7 +308,7 @@ def _sum(dtype: torch.dtype, choices: int, width: int) -> tuple[PreparedLaunch, 
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(f"{dtype} is not supported: only fp32, bf16 and fp16 have kernels")
     tile = _tile(width)
-    launch = PreparedLaunch(sum_kernel, {"width": width, **_loads(choices), **tile}, options=_WARPS)
+    launch = PreparedLaunch(sum_kernel, {"width": width, **_loads(choices, width), **tile}, options=_WARPS)
     return launch, tile["ROWS"], -(-width // tile["COLUMNS"])
 
 
@@ -344,7 +345,7 @@ def compile_cases() -> Iterator[CompileCase]:
             out=data,
             num_tokens="i32",
             width=width,
-            **_loads(8),
+            **_loads(8, elements),
             **_tile(elements),
         )
 
@@ -406,5 +407,5 @@ def _tile(width: int, *, most_columns: int = _TILE) -> dict[str, int]:
     return {"ROWS": max(1, min(_TILE // columns, _MOST_ROWS)), "COLUMNS": columns}
 
 
-def _loads(choices: int) -> dict[str, int]:
-    return {"CHOICES": choices, "LOADS": max(1, min(choices, _MOST_LOADS))}
+def _loads(choices: int, width: int) -> dict[str, int]:
+    return {"CHOICES": choices, "LOADS": max(1, min(choices, _NARROW_LOADS if width % 16 else _WIDE_LOADS))}
