@@ -145,7 +145,6 @@ MATRIX_MISSES: dict[tuple[str, str, str], tuple[int, int, int]] = {
     ("spills", "grouped_gemm_kernel", "bf16"): (7, 4, 4),
     ("spills", "grouped_gemm_kernel", "fp16"): (7, 4, 4),
     ("spills", "grouped_gemm_kernel", "fp32"): (1, 0, 0),
-    ("spills", "sum_kernel", "fp32"): (1, 0, 0),
     ("spills", "weight_grad_kernel", "bf16"): (4, 2, 1),
     ("spills", "weight_grad_kernel", "fp16"): (4, 2, 1),
 }
