@@ -34,7 +34,7 @@ _STRIDES = ("seq_stride", "batch_stride", "group_stride", "head_stride")
 _GRAD_STRIDES = tuple(
     f"{kind}_{dim}_stride" for kind in ("query", "key", "value", "gate") for dim in ("seq", "batch", "head")
 )
-_NO_STRIDES = (0, 0, 0, 0)  # of tensors that are None
+_NO_STRIDES: tuple[int, ...] = (0, 0, 0, 0)  # of tensors that are None
 
 
 @triton.jit
@@ -432,16 +432,11 @@ def rotate_qkv_grads(
         width, cos.shape[1], of_query, of_key, of_value, of_gate, of_x, eps, zero_centered, interleaved
     )
     rows = num_tokens * groups
-    tiles = (
-        -(-rows * queries // tile_rows),
-        -(-rows // tile_rows),
-        -(-rows // tile_rows),
-        -(-rows * gates // tile_rows),
-    )
-    if query_weight is None:
-        grad_weights, partials, programs = out.new_empty(0), None, tiles
-    else:
-        programs = _programs(tiles)
+    # One program for each tile, unless it stores partial sums.
+    programs = tuple(-(-rows * heads // tile_rows) for heads in (queries, 1, 1, gates))
+    grad_weights, partials = out.new_empty(0), None
+    if query_weight is not None:
+        programs = _programs(programs)
         grad_weights = query_weight.new_empty((2, width))
         partials = cos.new_empty((programs[0] + programs[1], width))
     of_queries, of_keys, of_values, of_gates = programs
