@@ -147,6 +147,8 @@ def every_launcher() -> None:
     kernel_launches.biases("bf16", 8, 96, scale="fp32")
     kernel_launches.choice(8)
     kernel_launches.stash(4096, 3)
+    kernel_launches.Heads("bf16", 128, 64, norms="plain").launch()
+    kernel_launches.rotated("bf16", 128, 64, first=0, is_interleaved=False)
     kernel_launches.adam("bf16 with remainders")
 
 
