@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.device import default_device
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.kept_dtypes import KeepsDtypes, mark_kept_dtype
@@ -224,7 +224,7 @@ class _Rotation(NamedTuple):
     interleaved: bool
 
 
-class _Rotate(torch.autograd.Function):
+class _Rotate(PlainFunction):
     @staticmethod
     def forward(ctx: Any, t: Tensor, cos: Tensor, sin: Tensor, first: int, interleaved: bool) -> Tensor:
         ctx.save_for_backward(cos, sin)
@@ -233,13 +233,13 @@ class _Rotate(torch.autograd.Function):
         return rotated
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
         cos, sin = ctx.saved_tensors
         return ops.rotate(grad, cos, sin, inverse=True, **ctx.options), None, None, None, None
 
 
-class _SplitAndRotate(torch.autograd.Function):
+class _SplitAndRotate(PlainFunction):
     """Splits, normalizes and rotates in one function, whose backward fills one buffer with all gradients."""
 
     @staticmethod
@@ -263,7 +263,7 @@ class _SplitAndRotate(torch.autograd.Function):
         return query, key, value, mixed_qkv[..., -2 - rotation.gates : -2, :]
 
     @staticmethod
-    @once_differentiable
+    @first_order
     def backward(
         ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, grad_gate: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
