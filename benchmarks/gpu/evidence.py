@@ -342,6 +342,8 @@ def _rerun(values: Mapping[str, Any] | None) -> Rerun | None:
 
 def _verdict_of(run: Run, items: Sequence[Item]) -> tuple[Outcome | None, list[str | None]]:
     """Returns what a run says about these tests of its check, and the failed ones; [None] if it does not list them."""
+    if run.sides and all("::" in side for side in run.sides) and not _has_run(run, items):
+        return None, []
     match run.verdict:
         case "passed":
             return Outcome.PASSED, []
@@ -353,6 +355,12 @@ def _verdict_of(run: Run, items: Sequence[Item]) -> tuple[Outcome | None, list[s
             failed: list[str | None] = [test for test in run.failures if any(item.matches(test) for item in items)]
             return (Outcome.FAILED, failed) if failed else (Outcome.PASSED, [])
     return None, []
+
+
+def _has_run(run: Run, items: Sequence[Item]) -> bool:
+    """Returns whether a run that lists its tests ran one of these, rather than only skipped them."""
+    ran = [test for test, values in run.sides.items() if values.get("outcome") != "skipped"]
+    return any(item.matches(test) for item in items for test in ran)
 
 
 def _joined(outcome: Outcome, causes: Sequence[Cause | None]) -> Outcome:

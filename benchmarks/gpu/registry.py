@@ -1,12 +1,11 @@
-"""Lists the checks of `make gpu` in order of execution, with the claims that they test. Runs nothing.
+"""Lists the checks of `make gpu` in order of execution. Runs nothing.
 
 A check is a module whose main() runs in a process of its own, a fork of a server that has imported the slow modules, so
 that a hang, a crash or a corrupted CUDA context costs only one check. Call A measures what a training step takes, and
-call B tests what the half hour of 2026-11-27 left open. Both fit into the fifteen minutes for which a GPU can be had,
-with its start, and each into the ten minutes of a command. An addition to a call names what it displaces.
+call B tests the correctness of kernels, the stash and replays. Both fit into fifteen minutes of a rented GPU, with its
+start, and each into the ten minutes after which some machines end a command.
 """
 
-import enum
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +34,7 @@ PRELOAD = (
     "benchmarks.gpu.graph_step",
     "tests.warm_server",
 )
-# Modules of the runner, a change of which voids no result.
+# Changes of these modules, which run the checks, keep results valid.
 RUNNER = (
     "benchmarks.gpu.checks.pytest_run",
     "benchmarks.gpu.checks.reporting",
@@ -46,36 +45,26 @@ RUNNER = (
 )
 
 
-class State(enum.Enum):
-    """Evidence for a claim that has not been tested on a GPU yet."""
-
-    MODELLED = "modelled on a CPU"
-    COMPILED = "compiled only"
-    NOT_YET = "not yet"
-
-
 @dataclass(frozen=True)
 class Check:
     """A module to run, with its time limit in seconds, including its shutdown.
 
-    call: a key of CALL_SECONDS, or None if it runs only when named. part: heading on the page. claim: the property that
-    a pass shows. words: the module and its arguments, in which {out} is the folder of results and {seconds} the time
-    until it is interrupted. limit: most seconds, if enough are left. small: additional arguments in a dry run, which
-    may run on a CPU; None if nothing can be tested without a GPU. expected: seconds, which earlier checks leave to it.
-    reason: why it takes them. kernels: the Triton kernels that it launches. known: evidence without a GPU.
+    call: a key of CALL_SECONDS, or None if it runs only when named. purpose: shown by --list. words: the module and its
+    arguments, in which {out} is the folder of results and {seconds} the time until it is interrupted. limit: most
+    seconds, if enough are left. small: additional arguments in a dry run, which may run on a CPU; None if nothing can
+    be tested without a GPU. expected: seconds, which earlier checks leave to it. reason: why it takes them. kernels:
+    the Triton kernels of which it has a small case.
     """
 
     name: str
     call: str | None
-    part: str
-    claim: str
+    purpose: str
     words: str
     limit: float
     small: str | None = ""
     expected: float = 0.0
     reason: str = ""
     kernels: tuple[str, ...] = ()
-    known: State = State.NOT_YET
 
     @property
     def module(self) -> str:
@@ -112,9 +101,6 @@ BIASES = ("add_bias_kernel", "bias_grad_kernel", "bias_scale_grad_kernel")
 HEADS = ("rotate_kernel", "rotate_grads_kernel", "sum_partials_kernel")
 ROWS = ("choice_grad_kernel", "count_kernel", "order_kernel", "experts_kernel", "gather_kernel", "sum_kernel")
 ALL = PAGES + PRODUCTS + ACTIVATIONS + BIASES + ROWS + HEADS
-MEASURED, OPEN = "Measured steps", "What the first half hour left open"
-FIRST, STEPS, COPIES = "First launches", "Training steps", "Copies and GEMMs"
-LONG, BENCHMARKS = "Long checks", "Benchmarks"
 # One small case for each kernel.
 CASES = (
     "pages_rings and bfloat16-1000",
@@ -135,18 +121,16 @@ CHECKS = (
     Check(
         "ceilings",
         "A",
-        MEASURED,
         "measures copies, a large mm, and microseconds per operator, Triton launch, custom op, Function and graph node",
-        _check("ceilings"),
-        20,
+        _check("ceilings", "--seconds", "{seconds}"),
+        30,
         "--small",
-        expected=10,
+        expected=13,
         reason="two rates and six loops of 0.5 s each, two compilations",
     ),
     Check(
         "qwen_short",
         "A",
-        MEASURED,
         "Qwen3-30B-A3B, short sequences: a step of graph + stash + optimizer is faster than plain PyTorch",
         _check("steps", "short", "--seconds", "{seconds}"),
         120,
@@ -157,7 +141,6 @@ CHECKS = (
     Check(
         "qwen_4096",
         "A",
-        MEASURED,
         "Qwen3-30B-A3B, 4096 x 2 tokens: time and reserved memory; kernel table of a replay, host profile of a step",
         _check("steps", "4096", "--seconds", "{seconds}"),
         125,
@@ -168,7 +151,6 @@ CHECKS = (
     Check(
         "stack48",
         "A",
-        MEASURED,
         "one rank of Qwen3-30B-A3B at EP 8, 48 layers: graph + stash reaches an MFU of 36%",
         _check("stack48", "--seconds", "{seconds}"),
         175,
@@ -179,7 +161,6 @@ CHECKS = (
     Check(
         "deepseek",
         "A",
-        MEASURED,
         "layers of DeepSeek-V3: dropless steps compared with graph + stash",
         _check("steps", "deepseek", "--seconds", "{seconds}"),
         50,
@@ -190,7 +171,6 @@ CHECKS = (
     Check(
         "local_graphs",
         "A",
-        MEASURED,
         "measures what graphs of attention and MoE layers gain over eager steps",
         _check("steps", "local", "--seconds", "{seconds}"),
         45,
@@ -201,7 +181,6 @@ CHECKS = (
     Check(
         "kernels_of_later_issues",
         "A",
-        MEASURED,
         "measures the bandwidth of the RoPE, row and activation kernels",
         _check("new_kernels"),
         60,
@@ -213,31 +192,25 @@ CHECKS = (
     Check(
         "stash_late_streams",
         "B",
-        OPEN,
         "random stash operations on delayed streams preserve all bytes",
         _tests("tests/gpu/test_stash_kernels.py", "-k", "random_operations or two_streams"),
         40,
         expected=28,
         reason="35 s on 2026-11-27 with four more cases, less 10 s of imports",
-        kernels=PAGES,
-        known=State.MODELLED,
     ),
     Check(
         "full_graph",
         "B",
-        OPEN,
         "replays of the full-iteration graph are bitwise equal to eager steps: with a stash, with pages on the "
         "host, and with tensors of both recompute levels recomputed",
         _check("full_graph", "--steps", "6"),
         45,
         expected=28,
         reason="41 s on 2026-11-27 with 12 steps, less 10 s of imports",
-        known=State.MODELLED,
     ),
     Check(
         "replays",
         "B",
-        OPEN,
         "a replay is one launch without waits or allocations, a full pool grows and the step is repeated, and a "
         "capture that fails or is aborted changes no bit",
         _tests(
@@ -249,168 +222,131 @@ CHECKS = (
         75,
         expected=60,
         reason="nine tests of 4 to 6 s, and 12 s of imports for the ranks",
-        known=State.MODELLED,
     ),
     Check(
         "kernels",
         "B",
-        OPEN,
         "each kernel agrees with its CPU operator in one small case: bitwise, or to one rounding if it sums",
         _tests("tests/gpu/test_kernels_against_reference.py", "tests/gpu/test_adam_kernel.py", "-k", _any_of(CASES)),
         40,
         expected=25,
         reason="2 to 5 s for each of six groups of kernels, most of it compilation",
         kernels=(*ALL, "adam_kernel"),
-        known=State.MODELLED,
     ),
     # Section: checks that run only when named, because they passed, or because each takes most of a call or more.
     Check(
         "environment",
         None,
-        FIRST,
         "torch, Triton, NCCL, the driver and the tools are installed, and the GPU computes a correct result",
         _check("environment"),
         45,
-        known=State.NOT_YET,
     ),
     Check(
         "launch_threads",
         None,
-        FIRST,
         "Triton kernels can be compiled and launched in the main thread and in autograd's thread",
         _check("launch_threads"),
         30,
-        known=State.COMPILED,
     ),
     Check(
         "pinned_access",
         None,
-        FIRST,
         "kernels read and write pinned host memory by address, and host pages preserve their bytes; also measures "
         "sizes and rates of torch's pinned memory and of ours",
         _check("pinned_access"),
         25,
-        kernels=PAGES,
-        known=State.COMPILED,
     ),
     Check(
         "capture_streams",
         None,
-        FIRST,
         "a CUDA graph captures work on two side streams, and replays are bitwise equal to eager execution",
         _check("capture_streams"),
         25,
-        known=State.MODELLED,
     ),
     Check(
         "nccl_in_capture",
         None,
-        FIRST,
         "collectives of a single-rank group run inside a CUDA graph",
         _check("nccl_in_capture"),
         35,
-        known=State.NOT_YET,
     ),
     Check(
         "eager_steps",
         None,
-        STEPS,
         "losses of three eager training steps agree with the CPU: a dense model, experts, and experts with a stash",
         _check("eager_steps"),
         60,
-        known=State.MODELLED,
     ),
     Check(
         "module_order",
         None,
-        STEPS,
         "module graphs replayed in the order F1 F2 B1 F3 B2 B3 are bitwise equal to eager passes",
         _check("module_order"),
         55,
-        known=State.MODELLED,
     ),
     Check(
         "forced_growth",
         None,
-        STEPS,
         "a replay without enough pages is retried with a larger pool, and the old pool and the old graph are freed",
         _check("forced_growth"),
         45,
-        known=State.MODELLED,
     ),
     Check(
         "copy_points",
         None,
-        COPIES,
         "stash and restore of large groups reach at least 0.9 times copy_'s rate with unlimited programs (six points)",
         _check("copy_points"),
         60,
         "--small",
-        known=State.NOT_YET,
     ),
     Check(
         "products",
         None,
-        COPIES,
         "measures our current and previous grouped GEMM and torch's grouped_mm: rates of forward and of both gradients",
         _check("products"),
         60,
         "--small",
-        kernels=PRODUCTS,
-        known=State.NOT_YET,
     ),
     Check(
         "product_beside_copies",
         None,
-        COPIES,
         "measures how much three GEMMs slow down during copies, with the current and the previous copy programs and "
         "several limits on their number",
         _check("product_beside_copies"),
         70,
         "--small",
-        known=State.NOT_YET,
     ),
     Check(
         "sanitizer_memcheck",
         None,
-        LONG,
         "compute-sanitizer finds no access of the kernels outside of allocated memory",
         _check("sanitizer", "memcheck"),
         400,
-        known=State.NOT_YET,
     ),
     Check(
         "sanitizer_races",
         None,
-        LONG,
         "compute-sanitizer finds no shared-memory race and no incorrect barrier in the kernels",
         _check("sanitizer", "racecheck", "synccheck"),
         400,
-        known=State.NOT_YET,
     ),
     Check(
         "tests_kernels",
         None,
-        LONG,
         "the kernels agree with the CPU operators for all sizes and dtypes",
         _tests("tests/gpu/test_kernels_against_reference.py"),
         180,
-        kernels=ALL,
-        known=State.MODELLED,
     ),
     Check(
         "tests_step_graphs",
         None,
-        LONG,
         "a hundred replays of whole steps and of module graphs are bitwise equal to eager steps",
         _tests("tests/gpu/test_step_graphs_on_gpu.py", "tests/gpu/test_replays_on_gpu.py"),
         500,
-        known=State.MODELLED,
     ),
     Check(
         "tests_training",
         None,
-        LONG,
         "runs learn, save and resume in each precision, gradients are close to the CPU's, and data parallelism works "
         "on NCCL",
         _tests(
@@ -421,12 +357,10 @@ CHECKS = (
             "tests/gpu/test_random_streams.py",
         ),
         200,
-        known=State.NOT_YET,
     ),
     Check(
         "tests_stash",
         None,
-        LONG,
         "all tests of the stash pass: every width, delayed streams including in training, captured recomputation",
         _tests(
             "tests/gpu/test_stash_kernels.py",
@@ -435,13 +369,10 @@ CHECKS = (
             "tests/gpu/test_pinned_memory_on_gpu.py",
         ),
         240,
-        kernels=PAGES + PRODUCTS + ACTIVATIONS,
-        known=State.MODELLED,
     ),
     Check(
         "tests_optimizer",
         None,
-        LONG,
         "optimizer steps, including captured ones, agree with torch and with eager steps; attention kernels are "
         "close to fp64",
         _tests(
@@ -451,78 +382,62 @@ CHECKS = (
             "tests/gpu/test_attention_kernels.py",
         ),
         80,
-        kernels=("adam_kernel",),
-        known=State.NOT_YET,
     ),
     Check(
         "trace",
         None,
-        LONG,
         "profiles one eager step with a stash: its longest gaps without a launch, each with the host's activity in it",
         _check("trace", "--trace", "{out}/trace_of_step.json.gz"),
         60,
         "--small",
-        known=State.NOT_YET,
     ),
     Check(
         "launches",
         None,
-        LONG,
         "counts the kernels launched per static MoE layer and step, and the operators of the same step on the CPU",
         _check("launches"),
         70,
-        known=State.NOT_YET,
     ),
     Check(
         "stash_copy",
         None,
-        BENCHMARKS,
         "stash and restore reach at least 0.9 times copy_'s rate with unlimited programs, for groups of at "
         "least 128 MiB",
         _benchmark("stash_copy"),
         120,
         "--small --rounds 2",
-        known=State.NOT_YET,
     ),
     Check(
         "gemm_beside_stash",
         None,
-        BENCHMARKS,
         "concurrent stash and restore do not slow down a matrix multiplication, or by at most 1.1 times the time of "
         "the two copies, with the best program limit",
         _benchmark("gemm_beside_stash"),
         60,
         "--small --rounds 2",
-        known=State.NOT_YET,
     ),
     Check(
         "stash_step",
         None,
-        BENCHMARKS,
         "measures memory and time of expert layers with a stash and with alternatives, without a target",
         "benchmarks.stash_step --device cuda --tokens 8192 --hidden 2048 --ffn 768 --json {out}/stash_step_gpu.json",
         60,
         "--device cpu --rounds 1 --layers 3 --tokens 64 --hidden 32 --ffn 16",
-        known=State.NOT_YET,
     ),
     Check(
         "host_waits",
         None,
-        BENCHMARKS,
         "measures captures of a step, the agreement on its plan, and checks of gradients, each compared with its "
         "previous version; a graph can capture torch's grouped GEMMs only in bf16",
         _check("host_waits"),
         60,
-        known=State.NOT_YET,
     ),
     Check(
         "ddp",
         None,
-        BENCHMARKS,
         "measures data parallelism on one GPU, compared with torch's, without a target",
         "benchmarks.gpu.ddp --json {out}/ddp_gpu.json",
         60,
         None,
-        known=State.NOT_YET,
     ),
 )

@@ -89,7 +89,7 @@ def main(checks: Sequence[Check] = CHECKS, *, preload: Sequence[str] = PRELOAD) 
         return
     device = name_of_gpu()
     if device is None and not options.dry_run:
-        sys.exit("benchmarks/gpu/run_all.py finds no GPU; test it with --dry-run")
+        sys.exit("no GPU: to try the checks in small sizes, python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER")
     options.out.mkdir(parents=True, exist_ok=True)
     where = Where(
         time.strftime("%Y-%m-%d"), device or cpu_name(), torch_version(), commit_of_tree(), "", options.dry_run
@@ -116,7 +116,7 @@ def main(checks: Sequence[Check] = CHECKS, *, preload: Sequence[str] = PRELOAD) 
                     runner.run([check for check in scaled if check.call == call], deadline=deadline, decided=decided)
                     began = time.monotonic()
         except KeyboardInterrupt:
-            print("the runner was told to end", flush=True)
+            print("the runner was interrupted", flush=True)
             sys.exit(runner.report() or 1)
     if options.out.resolve() == RESULTS:
         write_pages()
@@ -339,7 +339,7 @@ class Watch:
         if self.has_lost_server:
             return "its server ended, and the check with it"
         if self.status is None:
-            return "the runner was told to end"
+            return "the runner was interrupted"
         return f"ended by {signal.Signals(-self.status).name}" if self.status < 0 else f"exit status {self.status}"
 
     def run(self, program: Program, *, limit: float) -> None:
@@ -409,6 +409,9 @@ def schedule(checks: Sequence[Check], *calls: str) -> str:
         total = sum(seconds for seconds, _ in rows)
         lines += [f"call {call}: {total:.0f} s expected, {CALL_SECONDS[call]:.0f} s at most"]
         lines += [f"{seconds:6.0f} s  {text}" for seconds, text in rows]
+    if not calls:
+        lines += ["run only when named (--only), with their limits:"]
+        lines += [f"{check.limit:6.0f} s  {check.name}: {check.purpose}" for check in checks if check.call is None]
     return "\n".join(lines)
 
 
@@ -476,7 +479,13 @@ def parse_options(checks: Sequence[Check]) -> argparse.Namespace:
     parser.add_argument("--call", choices=CALL_SECONDS, help="run only this call (default: both)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: benchmarks/results)")
     parser.add_argument("--resume", action="store_true", help="skip checks that have a verdict for the same code")
-    parser.add_argument("--only", nargs="+", choices=[check.name for check in checks], help="run only these checks")
+    parser.add_argument(
+        "--only",
+        nargs="+",
+        choices=[check.name for check in checks],
+        metavar="NAME",
+        help="run only these checks (--list shows their names)",
+    )
     parser.add_argument("--list", action="store_true", help="print the expected seconds of all checks and run none")
     limits = " and ".join(f"{seconds:g}" for seconds in CALL_SECONDS.values())
     parser.add_argument("--seconds", type=float, help=f"limit of a call (default: {limits})")

@@ -362,7 +362,7 @@ def test_a_runner_that_is_told_to_end_ends_its_check_and_says_so(tmp_path: Path)
     assert not any(map(is_alive, pids_in(tmp_path / "pids")))
     (record,) = Journal(tmp_path / "out").read()
     assert (record.check, record.verdict.value) == ("stubborn", "interrupted")
-    assert record.results == {"error": "the runner was told to end"}
+    assert record.results == {"error": "the runner was interrupted"}
 
 
 def test_a_server_that_ends_costs_one_check(tmp_path: Path) -> None:

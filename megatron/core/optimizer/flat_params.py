@@ -124,20 +124,23 @@ class ParamWrites:
     def __init__(self, ranges: Iterable[FlatParamRange]) -> None:
         self._ranges = [one for one in ranges if one.is_copy]
         self._params = list({member.param: None for one in self._ranges for member in one.params})
-        self._versions: dict[nn.Parameter, int] = {}
+        self._versions: list[int] = []  # in the order of _params; a list, because hashing a parameter runs Python code
 
     def take(self) -> None:
         """Updates the masters of parameters that were written since the last call or `note`. Reads nothing back."""
-        changed = {param for param in self._params if self._versions.get(param) != param._version}
-        if changed:
+        versions = [param._version for param in self._params]
+        if versions != self._versions:
+            before = self._versions or [-1] * len(versions)
+            pairs = zip(self._params, versions, before, strict=True)
+            changed = {param for param, now, then in pairs if now != then}
             for one in self._ranges:
                 if any(member.param in changed for member in one.params):
                     one.take_changes()
-            self.note()
+            self._versions = versions
 
     def note(self) -> None:
         """Records that the parameters agree with their masters."""
-        self._versions = {param: param._version for param in self._params}
+        self._versions = [param._version for param in self._params]
 
 
 def build_ranges(

@@ -33,7 +33,7 @@ from megatron.core.device import (
     rng_tracker,
     set_rng_state_bytes,
 )
-from megatron.core.device.torch_internals import is_in_backward, storage_id
+from megatron.core.device.torch_internals import current_backward_id, storage_id
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 
@@ -216,19 +216,24 @@ class _ForwardValues:
     @contextmanager
     def first_run(self) -> Iterator[None]:
         """Context of the first run, which determines the values."""
+        with self._running():
+            yield
+
+    @contextmanager
+    def later_run(self) -> Iterator[None]:
+        """Context of a later run, which repeats the values. There may be several, and each may end early."""
+        self._next = 0
+        with self._running():
+            yield
+
+    @contextmanager
+    def _running(self) -> Iterator[None]:
         running = _running()
         running.append(self)
         try:
             yield
         finally:
             running.remove(self)
-
-    @contextmanager
-    def later_run(self) -> Iterator[None]:
-        """Context of a later run, which repeats the values. There may be several, and each may end early."""
-        self._next = 0
-        with self.first_run():
-            yield
 
     @property
     def is_repeated(self) -> bool:
@@ -241,7 +246,9 @@ class _ForwardValues:
 
     def take(self) -> Any:
         """Returns the next value of the first run."""
-        assert self._next is not None and self._next < len(self._values), "a later run makes the calls of the first"
+        assert self._next is not None and self._next < len(self._values), (
+            "a later run called `remembered` more often than the first"
+        )
         self._next += 1
         return self._values[self._next - 1]
 
@@ -258,8 +265,11 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Returns whether the caller runs in a later run of a recomputed function, also of one in torch's checkpoint."""
-    return is_in_backward() or any(one.is_repeated for one in _running())
+    """Returns whether the caller runs in a later run of a recomputed function, also of one in torch's checkpoint.
+
+    Later runs are the only forwards inside a backward.
+    """
+    return current_backward_id() != -1
 
 
 def remembered(compute: Callable[[], _Value]) -> _Value:
@@ -270,7 +280,7 @@ def remembered(compute: Callable[[], _Value]) -> _Value:
     """
     running = _running()
     repeated = next((one for one in reversed(running) if one.is_repeated), None)
-    if repeated is None and is_in_backward():
+    if repeated is None and is_recomputing():
         raise RuntimeError(
             "a layer whose forward depends on state (global_aux_loss, moe_enable_routing_replay) is recomputed by "
             "torch.utils.checkpoint, which does not store that state: use megatron.core.tensor_parallel.checkpoint, or "

@@ -102,9 +102,6 @@ def load_run(
         plan.check_position(restored=scope.position)
         if scope.optimizer:
             check_same_optimizer(args, common["args"])
-            changed = changed_optimizer_settings(args, common["args"])
-            if changed:
-                print_rank_0(f"  note: the optimizer continues with other settings: {', '.join(changed)}")
         # Loaded before the tensors, because a schedule mismatch is a frequent mistake and quick to detect.
         if opt_param_scheduler is not None:
             _load_schedule(
@@ -129,6 +126,9 @@ def load_run(
     with all_ranks_agree():
         if config.save is not None and config.load is not None and is_rank_0():
             carry_companions(config.load, config.save)
+    changed = changed_optimizer_settings(args, common["args"]) if scope.optimizer else []
+    if changed:
+        print_rank_0(f"  note: the optimizer continues with other settings: {', '.join(changed)}")
     weights_alone = "" if scope.position else ": weights only, training starts at iteration 0"
     print_rank_0(f"  successfully loaded checkpoint from {config.load} at iteration {found.iteration}{weights_alone}")
     return train_state.iteration
