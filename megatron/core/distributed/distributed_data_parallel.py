@@ -466,6 +466,8 @@ class DistributedDataParallel(_BaseDataParallel):
         for param in self.module.parameters():
             if param not in self.param_to_bucket_group:
                 _broadcast(param.data, self._group_of_replicas(is_expert=param_facts(param).is_expert))
+        # Collectives do not count as writes, by which the optimizer's masters would follow.
+        torch.autograd.graph.increment_version(list(self.module.parameters()))
 
     def release(self) -> nn.Module:
         """Unwraps the module and returns it, with all parameters gathered and without gradients. Collective.

@@ -117,8 +117,8 @@ class ParamWrites:
     """Detects writes of other code to parameters that have masters, such as the model's load_state_dict.
 
     The next update would otherwise undo them. Writes to a parameter are detected by its version counter, which is on
-    the host. Writes to `param.data` do not change the counter, so all values are compared once, before the first
-    update.
+    the host. Writes to `param.data` and by collectives (dist.broadcast) do not change the counter, so all values are
+    compared once, before the first update.
     """
 
     def __init__(self, ranges: Iterable[FlatParamRange]) -> None:

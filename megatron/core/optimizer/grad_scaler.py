@@ -136,7 +136,7 @@ class DynamicGradScaler(MegatronGradScaler):
         if not state_dict:
             return  # saved by a run with a constant scale
         # JSON may have turned it into an integer.
-        self._scale = float(state_dict["scale"])
+        self._scale = max(float(state_dict["scale"]), self._min_scale)
         self._clean_steps = int(state_dict["growth_tracker"])
         # The limit applies to a resumed run with a lower hysteresis from the first step on.
         self._overflows_left = min(int(state_dict["hysteresis_tracker"]), self._hysteresis)

@@ -489,7 +489,8 @@ class MegatronOptimizer:
     def reload_model_params(self, state_dict: Mapping[str, Any] | None = None) -> None:
         """Copies the model's parameters to the fp32 masters, after weights were loaded without optimizer state.
 
-        Required after writes to `param.data` between steps; all other writes are detected (see ParamWrites).
+        Required after writes between steps to `param.data` or by collectives such as dist.broadcast; other writes are
+        detected (see ParamWrites).
         state_dict: must be None. Megatron uses it to set masters from a model state with higher precision.
         """
         why = "masters are set to the parameters' values; convert the checkpoint, or load it with its optimizer state"

@@ -44,7 +44,15 @@ class KeepsDtypes(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         # torch calls this method for each cast, move and to_empty(), and passes `fn` on to the submodules.
-        return super()._apply(fn if isinstance(fn, _Keeping) else _Keeping(fn, self), recurse)
+        if isinstance(fn, _Keeping):
+            return super()._apply(fn, recurse)
+        marks = [(inside, name, kept_dtype(param)) for inside in self.modules() for name, param in _own_tensors(inside)]
+        applied = super()._apply(_Keeping(fn, self), recurse)
+        # A move to or from the meta device replaces parameters, without their marks.
+        for inside, name, kept in marks:
+            if kept is not None:
+                vars(dict(_own_tensors(inside))[name]).update(kept_dtype=kept)
+        return applied
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
         marks = {name: kept_dtype(tensor) for name, tensor in _own_tensors(self)}

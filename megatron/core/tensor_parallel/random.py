@@ -5,13 +5,14 @@ device/rng.py implements the streams. transformer/recompute.py selects the parts
 [Note: values of a forward]
 A forward may depend on state that has changed by the time backward recomputes it: the experts that a router replays, or
 counts accumulated over micro-batches. Such values are passed through `remembered`, which stores them with the forward
-of the recomputed function and returns them in each later run of it, in the order of the calls. They therefore belong to
-their forward, whatever the order of forwards and backwards, and are freed with its graph. Statistics must not be
-recorded in a later run, which `is_recomputing` detects.
+of the recomputed function and returns them in each later run of it. They therefore belong to their forward, whatever
+the order of forwards and backwards, and are freed with its graph. Statistics must be recorded in one run alone, which
+`is_recomputing` decides. The first run of a reentrant checkpoint has no gradients, so its second run records them.
 """
 
 import functools
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, TypeVar
 
@@ -210,21 +211,27 @@ class _ForwardValues:
     """Values that one forward of a recomputed function has determined. See [Note: values of a forward]."""
 
     def __init__(self) -> None:
-        self._values: list[Any] = []
-        self._next: int | None = None  # None in the first run, else the index of the next value to repeat
+        self._values: dict[Hashable, list[Any]] = {}
+        self._taken: dict[Hashable, int] | None = None  # None in the first run, else the values taken in this run
+        # Whether a run has recorded statistics, which needs gradients: a reentrant first run has none.
+        self.is_recorded = False
 
     @contextmanager
     def first_run(self) -> Iterator[None]:
         """Context of the first run, which determines the values."""
         with self._running():
             yield
+            self.is_recorded = torch.is_grad_enabled()
 
     @contextmanager
     def later_run(self) -> Iterator[None]:
         """Context of a later run, which repeats the values. There may be several, and each may end early."""
-        self._next = 0
-        with self._running():
-            yield
+        self._taken = {}
+        try:
+            with self._running():
+                yield
+        finally:
+            self.is_recorded = True
 
     @contextmanager
     def _running(self) -> Iterator[None]:
@@ -236,27 +243,41 @@ class _ForwardValues:
             running.remove(self)
 
     @property
-    def is_repeated(self) -> bool:
-        """Whether the values are repeated, because this is not the first run."""
-        return self._next is not None
+    def is_later(self) -> bool:
+        """Whether this is a later run."""
+        return self._taken is not None
 
-    def add(self, value: Any) -> None:
-        """Stores a value of the first run."""
-        self._values.append(value)
+    def has_next(self, key: Hashable) -> bool:
+        """Returns whether an earlier run has determined the value of this run's next call with this key."""
+        return self._taken is not None and self._taken.get(key, 0) < len(self._values.get(key, ()))
 
-    def take(self) -> Any:
-        """Returns the next value of the first run."""
-        assert self._next is not None and self._next < len(self._values), (
-            "a later run called `remembered` more often than the first"
-        )
-        self._next += 1
-        return self._values[self._next - 1]
+    def take(self, key: Hashable) -> Any:
+        """Returns the next value of an earlier run."""
+        assert self._taken is not None, "the first run determines the values"
+        self._taken[key] = self._taken.get(key, 0) + 1
+        return self._values[key][self._taken[key] - 1]
+
+    def add(self, key: Hashable, value: Any) -> None:
+        """Stores a value that this run has determined."""
+        self._values.setdefault(key, []).append(value)
+        if self._taken is not None:
+            self._taken[key] = self._taken.get(key, 0) + 1
+
+
+class _RunningFunctions(threading.local):
+    """Recomputed functions that a thread is running, the outermost first."""
+
+    def __init__(self) -> None:
+        self.stack: list[_ForwardValues] = []
 
 
 @functools.cache
+def _running_functions() -> _RunningFunctions:
+    return _RunningFunctions()
+
+
 def _running() -> list[_ForwardValues]:
-    """Returns the recomputed functions of this process that are currently running, the outermost first."""
-    return []
+    return _running_functions().stack
 
 
 def is_checkpointing() -> bool:
@@ -265,33 +286,46 @@ def is_checkpointing() -> bool:
 
 
 def is_recomputing() -> bool:
-    """Returns whether the caller runs in a later run of a recomputed function, also of one in torch's checkpoint.
+    """Returns whether the caller repeats a forward whose statistics an earlier run has recorded.
 
-    Later runs are the only forwards inside a backward.
+    Also recognizes later runs of torch.utils.checkpoint, except reentrant ones, whose first run records nothing.
     """
-    return current_backward_id() != -1
+    if current_backward_id() == -1:
+        return False
+    later = _innermost_later_run()
+    return _is_in_torch_checkpoint() if later is None else later.is_recorded
 
 
-def remembered(compute: Callable[[], _Value]) -> _Value:
+def remembered(compute: Callable[[], _Value], *, key: Hashable) -> _Value:
     """Returns compute(), and the same value again in later runs of the recomputed function that makes this call.
 
-    See [Note: values of a forward]. Outside of recomputed functions it only calls `compute`. Raises RuntimeError in the
-    recomputation of a function that torch.utils.checkpoint runs, which does not store the values of its first run.
+    See [Note: values of a forward]. key: identifies the caller; its values are repeated in the order of its calls.
+    Outside of recomputed functions this only calls `compute`. Raises RuntimeError in a later run of a function that
+    torch.utils.checkpoint runs without reentry, which does not store the values of its first run.
     """
-    running = _running()
-    repeated = next((one for one in reversed(running) if one.is_repeated), None)
-    if repeated is None and is_recomputing():
+    later = _innermost_later_run()
+    if later is None and current_backward_id() != -1 and _is_in_torch_checkpoint():
         raise RuntimeError(
-            "a layer whose forward depends on state (global_aux_loss, moe_enable_routing_replay) is recomputed by "
-            "torch.utils.checkpoint, which does not store that state: use megatron.core.tensor_parallel.checkpoint, or "
-            "recompute_granularity"
+            "a layer whose forward depends on state, such as the counts of global_aux_loss or replayed experts, is "
+            "recomputed by torch.utils.checkpoint, which does not store that state: use "
+            "megatron.core.tensor_parallel.checkpoint, or recompute_granularity"
         )
-    value: _Value = compute() if repeated is None else repeated.take()
+    is_known = later is not None and later.has_next(key)
+    value: _Value = later.take(key) if later is not None and is_known else compute()
     # A function that runs for the first time inside a later run of another one must repeat the value as well.
-    for one in running:
-        if not one.is_repeated:
-            one.add(value)
+    for one in _running():
+        if not one.is_later or (one is later and not is_known):
+            one.add(key, value)
     return value
+
+
+def _innermost_later_run() -> _ForwardValues | None:
+    return next((one for one in reversed(_running()) if one.is_later), None)
+
+
+def _is_in_torch_checkpoint() -> bool:
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 
 def recompute(
@@ -304,8 +338,8 @@ def recompute(
 
     args, kwargs: tensors of any shape and dtype, or other objects. draws_numbers: pass False if the function draws no
     random numbers, to skip reading generator states, which takes time and is forbidden during CUDA graph capture. The
-    gradient of a parameter is computed once, as without recompute,
-    because the second run only provides saved tensors to the graph of the first run.
+    gradient of a parameter is computed once, as without recompute, because the second run only provides saved tensors
+    to the graph of the first run.
     """
     # Without gradients nothing is saved, so there is nothing to recompute.
     if not torch.is_grad_enabled():

@@ -156,7 +156,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
                 "attention_bias must be None, because DotProductAttention does not support a bias on scores"
             )
         options: dict[str, Any] = {"mask": attention_mask, "mask_type": attn_mask_type or self.attn_mask_type}
-        if self.largest_logits is not None and self.training:
+        if self.largest_logits is not None and self.training and torch.is_grad_enabled():
             self._note_logits(query, key, **options, packed=packed_seq_params, first_head=first_head)
         options |= {"packed": packed_seq_params, "sink": self.sink(query, first_head=first_head)}
         key_width, value_width = key.shape[-1], value.shape[-1]

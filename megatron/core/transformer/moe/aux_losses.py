@@ -25,17 +25,19 @@ global-batch loss. The group passed to `finalize_step`: all ranks that process d
 
 import functools
 import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.autograd import PlainFunction
 from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
+from megatron.core.device.torch_internals import current_backward_id
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.kept_dtypes import KeepsDtypes, mark_kept_dtype
 from megatron.core.tensor_parallel.random import is_recomputing, remembered
@@ -289,7 +291,9 @@ class AuxLossRecorder(LossRecorder, KeepsDtypes):
         self.groups = groups or ProcessGroupCollection()
         self._bias_updates: dict[int, Callable[[Tensor], None]] = {}
         # Optimizers that have stepped since the first counts of the step, and whether a loop was told to end its steps.
-        self._has_counts, self._updated_by, self._was_told = False, set[int](), False
+        self._has_counts, self._updated_by, self._has_warned = False, set[int](), False
+        # By layer number. Weak, because routers reference their recorder.
+        self._routers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
         self._averages_steps = False  # whether any router uses the loss of the global batch
         self._passes: dict[int, list[Tensor]] | None = None  # tokens per expert of each microbatch, by layer
         self.recorded_names: set[str] = set()  # since the recorder was created
@@ -305,6 +309,14 @@ class AuxLossRecorder(LossRecorder, KeepsDtypes):
         }
         for name, buffer in buffers.items():
             self.register_buffer(name, mark_kept_dtype(buffer), persistent=False)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns the state for copies, in which routers are not registered."""
+        return {**vars(self), "_routers": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._routers = weakref.WeakValueDictionary()
 
     # Into backward
 
@@ -333,7 +345,7 @@ class AuxLossRecorder(LossRecorder, KeepsDtypes):
 
         value: scalar, float, on the device. count: an int, or a scalar on the device. layer_number: from 1.
         """
-        if is_recomputing():
+        if current_backward_id() != -1 and is_recomputing():
             return
         row = self.names.index(name)  # sums and counts are [names, layers]
         self.recorded_names.add(name)
@@ -343,7 +355,7 @@ class AuxLossRecorder(LossRecorder, KeepsDtypes):
 
     def record_tokens(self, tokens_per_expert: Tensor, *, layer_number: int) -> None:
         """Adds one microbatch's token counts; tokens_per_expert: [E], int64, on the device; layer_number: from 1."""
-        if is_recomputing():
+        if current_backward_id() != -1 and is_recomputing():
             return
         self._has_counts = True
         self.tokens_per_expert[layer_number - 1].add_(tokens_per_expert)
@@ -359,7 +371,8 @@ class AuxLossRecorder(LossRecorder, KeepsDtypes):
         tokens. A recomputed forward gets the result of its first run.
         """
         return remembered(
-            lambda: self._averaged(tokens_per_expert, num_assigned, self.global_tokens_per_expert[layer_number - 1])
+            lambda: self._averaged(tokens_per_expert, num_assigned, self.global_tokens_per_expert[layer_number - 1]),
+            key=(self, layer_number),
         )
 
     def _averaged(self, tokens_per_expert: Tensor, num_assigned: int | Tensor, totals: Tensor) -> Tensor:
@@ -383,6 +396,10 @@ class AuxLossRecorder(LossRecorder, KeepsDtypes):
         self._forget_passes()
         return passes
 
+    def watch_router(self, router: nn.Module, *, layer_number: int) -> None:
+        """Registers the router of a layer, whose updates by an optimizer count as steps; layer_number: from 1."""
+        self._routers[layer_number] = router
+
     def update_bias_with(self, update: Callable[[Tensor], None], *, layer_number: int) -> None:
         """Registers `update`, which each `finalize_step` calls with the layer's tokens per expert over all ranks.
 
@@ -395,10 +412,10 @@ class AuxLossRecorder(LossRecorder, KeepsDtypes):
 
         Without finalize_step routing biases never change, and the global-batch loss averages over the whole run.
         """
-        if self._was_told or not (self._has_counts and self._needs_end):
+        if self._has_warned or not (self._has_counts and self._needs_end) or not self._is_updated_by(optimizer):
             return
         if id(optimizer) in self._updated_by:
-            self._was_told = True
+            self._has_warned = True
             warnings.warn(
                 f"{type(optimizer).__name__} has updated parameters twice without the end of a step: routing biases "
                 "and the loss of the global batch (global_aux_loss) require model.finalize_step(None) after each "
@@ -406,6 +423,14 @@ class AuxLossRecorder(LossRecorder, KeepsDtypes):
                 stacklevel=2,
             )
         self._updated_by.add(id(optimizer))
+
+    def _is_updated_by(self, optimizer: object) -> bool:
+        """Returns whether an optimizer updates a router. The model reports only its own ones that are not torch's."""
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            return True
+        routers = self._routers.values()
+        weights = {id(weight) for router in routers for weight in router.parameters() if weight.requires_grad}
+        return any(id(param) in weights for group in optimizer.param_groups for param in group["params"])
 
     @property
     def _needs_end(self) -> bool:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.device.torch_internals import current_backward_id
 from megatron.core.tensor_parallel.random import is_recomputing
 from megatron.core.transformer.cuda_graphs import PartParticipant
 from megatron.core.transformer.moe.dispatch import RowDemand
@@ -96,7 +97,7 @@ class ExpertStep(torch.nn.Module):
 
         num_rows: [1], int64, on the device: live rows out of max_rows. Yields the stash's group; None without a stash.
         """
-        if self._has_begun and torch.is_grad_enabled() and not is_recomputing():
+        if self._has_begun and torch.is_grad_enabled() and not (current_backward_id() != -1 and is_recomputing()):
             self._count(layer_number, num_rows)
         if self.stash is None:
             yield None

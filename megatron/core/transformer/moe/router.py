@@ -205,6 +205,7 @@ class TopKRouter(Router):
     def report_to(self, recorder: AuxLossRecorder, *, layer_number: int) -> None:
         """Sets the recorder for losses and counts; layer_number: from 1."""
         self.aux_losses, self.layer_number = recorder, layer_number
+        recorder.watch_router(self, layer_number=layer_number)
         if self.expert_bias is not None:
             recorder.update_bias_with(self.update_expert_bias, layer_number=layer_number)
 

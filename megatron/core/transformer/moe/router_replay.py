@@ -150,7 +150,7 @@ class RouterReplay:
         and their indices [T, K], int64. Raises ValueError if the indices to replay are missing or have a different
         number of tokens, and for a new forward under REPLAY_BACKWARD.
         """
-        indices = remembered(lambda: self._chosen(scores, choose))
+        indices = remembered(lambda: self._chosen(scores, choose), key=self)
         return scores.gather(1, indices), indices
 
     def _chosen(self, scores: Tensor, choose: Choose) -> Tensor:
@@ -158,7 +158,8 @@ class RouterReplay:
         if action is RouterReplayAction.REPLAY_BACKWARD:
             raise ValueError(
                 "router_replay_action is REPLAY_BACKWARD in a forward that recomputes no earlier one: set RECORD or "
-                "REPLAY_FORWARD before a new forward"
+                "REPLAY_FORWARD before a new forward, and recompute layers with recompute_granularity or "
+                "tensor_parallel.checkpoint"
             )
         if action is RouterReplayAction.REPLAY_FORWARD:
             return self._targets_of(scores)

@@ -116,6 +116,24 @@ def test_evaluation_and_other_models_do_not_count_as_steps() -> None:
             optimizer.step()
 
 
+def test_a_model_beside_another_one_and_frozen_routers_are_told_nothing() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model, other = build(BIASED), torch.nn.Linear(2, 2)
+        beside, own = torch.optim.SGD(other.parameters(), lr=0.1), torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(2):
+            for _ in range(3):  # the other model takes a step for each micro-batch
+                loss_of(model).backward()
+                other(torch.ones(2)).sum().backward()
+                beside.step()
+            model.finalize_step(None)
+            own.step()
+        adapters = build({**BIASED, "lora_rank": 4})
+        for name, param in adapters.named_parameters():
+            param.requires_grad_("lora_" in name)
+        torch_loop(adapters, ends=False)
+
+
 def test_the_replay_loop_of_the_page_of_experts_runs() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "moe.md").read_text(encoding="utf-8"), re.DOTALL)
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

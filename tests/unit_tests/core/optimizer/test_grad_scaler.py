@@ -55,6 +55,9 @@ def test_a_shorter_window_and_a_lower_hysteresis_apply_from_the_resume_on():
     short.load_state_dict(long.state_dict())
     short.update(True), short.update(True)
     assert short.scale == 8.0
+    higher = dynamic(initial_scale=64.0, min_scale=32.0)
+    higher.load_state_dict(long.state_dict())
+    assert higher.scale == 32.0
 
 
 def test_constant_scale_ignores_overflow_and_states_of_other_scalers():

@@ -130,6 +130,16 @@ def test_a_marked_parameter_of_a_foreign_module_keeps_its_values_and_its_gradien
     assert model.inner.weight.dtype == model.inner.weight.grad.dtype == torch.bfloat16  # type: ignore[union-attr]
 
 
+def test_a_marked_parameter_keeps_its_mark_through_the_meta_device() -> None:
+    with torch.device("meta"):
+        model = Marked()
+    model.to_empty(device="cpu").bfloat16()
+    assert kept_dtype(model.inner.bias) == model.inner.bias.dtype == torch.float32
+    assert model.inner.weight.dtype == torch.bfloat16
+    model.to("meta")
+    assert kept_dtype(model.inner.bias) == torch.float32
+
+
 def test_an_assigned_state_cannot_narrow_a_marked_buffer() -> None:
     model = assigned(sigmoid_model())
     assert isinstance(model, GPTModel)
