@@ -87,6 +87,11 @@ class Routed:
         """Number of assignments to each expert: [E], int64, computed once."""
         return count_tokens(self.indices, self.logits.shape[-1], valid=self.valid)
 
+    @property
+    def padding_mask(self) -> Tensor | None:
+        """Tokens that the losses exclude: [T], bool; None means none."""
+        return None if self.valid is None else ~self.valid
+
     @functools.cached_property
     def num_tokens(self) -> Tensor | int:
         """Number of tokens in the losses of all ranks of the group, at least 1: an int, or a scalar, int64."""
@@ -137,7 +142,9 @@ class LoadBalancing:
 
     def _of_microbatch(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
         counts = summed_counts(routed.tokens_per_expert, routed.group)
-        return self._switch_loss(scores, counts, routed, coefficient=coefficient)
+        return self._switch_loss(
+            scores, counts, routed.num_tokens, coefficient=coefficient, padding_mask=routed.padding_mask
+        )
 
     def _of_sequences(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
         """Averages the losses of the sequences. Treats each (sequence, expert) pair as a separate expert."""
@@ -148,7 +155,8 @@ class LoadBalancing:
         counts = summed_counts(counts, routed.group)
         if routed.valid is None:
             by_sequence = scores.view(-1, len(counts))  # [S, B * E]
-            return self._switch_loss(by_sequence, counts, routed, coefficient=coefficient) / num_sequences
+            length = len(by_sequence) * group_size(routed.group)
+            return self._switch_loss(by_sequence, counts, length, coefficient=coefficient) / num_sequences
         # Sequences can have different numbers of tokens, so each has its own factor. A sequence of padding alone is not
         # data: it has no loss, and the mean does not count it.
         valid = routed.valid.view(-1, num_sequences)  # [S, B]
@@ -161,17 +169,25 @@ class LoadBalancing:
 
     def _of_global_batch(self, scores: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
         counts = routed.average_counts(routed.tokens_per_expert, routed.num_tokens * self.topk)
-        return self._switch_loss(scores, counts.to(scores.dtype), routed, coefficient=coefficient)
-
-    def _switch_loss(self, scores: Tensor, counts: Tensor, routed: Routed, *, coefficient: float) -> Tensor:
-        return switch_load_balancing_loss_func(
+        return self._switch_loss(
             scores,
-            counts,
+            counts.to(scores.dtype),
             routed.num_tokens,
-            self.topk,
-            self.num_experts,
-            coefficient,
-            padding_mask=None if routed.valid is None else ~routed.valid,
+            coefficient=coefficient,
+            padding_mask=routed.padding_mask,
+        )
+
+    def _switch_loss(
+        self,
+        scores: Tensor,
+        counts: Tensor,
+        num_tokens: int | Tensor,
+        *,
+        coefficient: float,
+        padding_mask: Tensor | None = None,
+    ) -> Tensor:
+        return switch_load_balancing_loss_func(
+            scores, counts, num_tokens, self.topk, self.num_experts, coefficient, padding_mask=padding_mask
         )
 
 

@@ -224,20 +224,20 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("lengths", [[5, 3], [5, 0], [1, 4], [0, 0]])
-def test_losses_and_loads_leave_padding_out(lengths: list[int]) -> None:
-    """A sequence of padding alone has no loss, and the mean over sequences does not count it."""
+@pytest.mark.parametrize("lengths", [[5, 3], [5, 0], [1, 4], [0, 0], None])
+def test_losses_and_loads_leave_padding_out(lengths: list[int] | None) -> None:
+    """A sequence of padding alone has no loss, and the mean over sequences does not count it. None: without a mask."""
     config = small_config(num_moe_experts=EXPERTS, **LLAMA_LIKE, **LOSSES, params_dtype=torch.float64)
     router = TopKRouter(config, None, True)
     assert router.is_aux_loss_enabled() and router.get_aux_loss_coeff("seq_aux_loss") == 0.5
     logits = torch.randn(
         S, B, EXPERTS, dtype=torch.float64, generator=torch.Generator().manual_seed(4)
     ).requires_grad_()
-    mask = torch.arange(S).unsqueeze(1) >= torch.tensor(lengths)
-    routing = router.routing(logits, mask)
+    mask = torch.arange(S).unsqueeze(1) >= torch.tensor(lengths or [S] * B)
+    routing = router.routing(logits, None if lengths is None else mask)
     assert torch.equal(routing.indices, router.eval().routing(logits).indices), "padding is routed as well"
     router.train()
-    parts = [logits[:length, b] for b, length in enumerate(lengths) if length]
+    parts = [logits[:length, b] for b, length in enumerate(lengths or [S] * B) if length]
     zero = logits.sum() * 0
     valid = torch.cat(parts) if parts else logits[:0, 0]
     probs, counts = naive.shares(valid, config)
