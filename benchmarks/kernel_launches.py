@@ -511,21 +511,23 @@ def _stashes() -> Iterator[Launch]:
 
 
 def _heads() -> Iterator[Launch]:
-    # (D, D_rot / 2): whole heads, heads without a power of two of pairs, and heads with others.
+    # (D, D_rot / 2): whole heads, heads without a power of two of pairs, and heads with other channels.
     widths = ((128, 64), (64, 32), (256, 128), (80, 40), (256, 32), (13, 3))
-    kinds = (None, "plain", "zero-centered")
-    for dtype, (width, half), norms in itertools.product(("bf16", "fp32"), widths, kinds):
-        yield from _of_heads(Heads(dtype, width, half, norms=norms), "")
-    for dtype, norms in itertools.product(("bf16", "fp32"), kinds[:2]):
-        for width, half in widths[:1] + widths[-2:]:
-            yield from _of_heads(Heads(dtype, width, half, norms=norms, is_interleaved=True), ", interleaved")
-        yield from _of_heads(Heads(dtype, 128, 64, norms=norms, gates=8), ", gates")
-        yield from _of_heads(Heads(dtype, 128, 64, norms=norms, is_aligned=False), ", addresses + 1")
-    for dtype, norms in itertools.product(("fp16", "fp64"), kinds[:2]):
-        yield from _of_heads(Heads(dtype, 128, 64, norms=norms), "")
-    for dtype, is_interleaved, (width, half, first) in itertools.product(
-        ("bf16", "fp32"), (False, True), ((128, 64, 0), (192, 32, 128), (64, 32, 0))
-    ):
+    norms = (None, "plain")
+    for (width, half), norm in itertools.product(widths, norms):
+        yield from _of_heads(Heads("bf16", width, half, norms=norm), "")
+    for (width, half), norm in itertools.product((widths[0], *widths[-3:]), norms):
+        yield from _of_heads(Heads("fp32", width, half, norms=norm), "")
+    for (width, half), norm in itertools.product((widths[0], *widths[-2:]), norms):
+        yield from _of_heads(Heads("bf16", width, half, norms=norm, is_interleaved=True), ", interleaved")
+    yield from _of_heads(Heads("bf16", 128, 64, norms="zero-centered"), "")
+    for norm in norms:
+        yield from _of_heads(Heads("bf16", 128, 64, norms=norm, gates=8), ", gates")
+        yield from _of_heads(Heads("bf16", 128, 64, norms=norm, is_aligned=False), ", addresses + 1")
+    for dtype, norm in itertools.product(("fp16", "fp64"), norms):
+        yield from _of_heads(Heads(dtype, 128, 64, norms=norm), "")
+    parts = (("bf16", False), ("bf16", True), ("fp32", True)), ((128, 64, 0), (192, 32, 128), (64, 32, 0))
+    for (dtype, is_interleaved), (width, half, first) in itertools.product(*parts):
         words = f"heads, {dtype}, width {width}, {half} pairs from {first}{', interleaved' if is_interleaved else ''}"
         run = functools.partial(rotated, dtype, width, half, first=first, is_interleaved=is_interleaved)
         for name, launch in zip(("", ", back"), launches(words, run, can_be_wide=True), strict=True):

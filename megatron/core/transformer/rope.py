@@ -203,8 +203,8 @@ def split_and_rotate(
     mixed_qkv and the weights.
     """
     query_weight, key_weight, eps, zero_centered = norms or (None, None, 0.0, False)
-    rotation = _Rotation(gates, eps, zero_centered, table.interleaved)
-    return _SplitAndRotate.apply(mixed_qkv, table.cos, table.sin, query_weight, key_weight, rotation)
+    cos, sin, interleaved = table
+    return _SplitAndRotate.apply(mixed_qkv, cos, sin, query_weight, key_weight, gates, eps, zero_centered, interleaved)
 
 
 def apply_rotary_pos_emb(t: Tensor, table: RotaryTable, *, first: int = 0) -> Tensor:
@@ -213,15 +213,6 @@ def apply_rotary_pos_emb(t: Tensor, table: RotaryTable, *, first: int = 0) -> Te
     first: index of the first rotated channel, 0 or D - D_rot. The other channels are copied.
     """
     return _Rotate.apply(t, table.cos, table.sin, first, table.interleaved)
-
-
-class _Rotation(NamedTuple):
-    """Options of rotate_qkv."""
-
-    gates: int
-    eps: float
-    zero_centered: bool
-    interleaved: bool
 
 
 class _Rotate(PlainFunction):
@@ -250,17 +241,18 @@ class _SplitAndRotate(PlainFunction):
         sin: Tensor,
         query_weight: Tensor | None,
         key_weight: Tensor | None,
-        rotation: _Rotation,
+        gates: int,
+        eps: float,
+        zero_centered: bool,
+        interleaved: bool,
     ) -> tuple[Tensor, ...]:
         # Without norms, the gradient does not depend on the input. With norms, backward computes the statistics again:
         # it reads the input anyway.
         ctx.save_for_backward(None if query_weight is None else mixed_qkv, cos, sin, query_weight, key_weight)
-        ctx.rotation = rotation
-        query, key = ops.rotate_qkv(mixed_qkv, cos, sin, query_weight, key_weight, **rotation._asdict())
+        ctx.options = {"eps": eps, "zero_centered": zero_centered, "interleaved": interleaved}
+        query, key = ops.rotate_qkv(mixed_qkv, cos, sin, query_weight, key_weight, gates=gates, **ctx.options)
         value = mixed_qkv[..., -1, :]
-        if not rotation.gates:
-            return query, key, value
-        return query, key, value, mixed_qkv[..., -2 - rotation.gates : -2, :]
+        return (query, key, value, mixed_qkv[..., -2 - gates : -2, :]) if gates else (query, key, value)
 
     @staticmethod
     @first_order
@@ -268,7 +260,6 @@ class _SplitAndRotate(PlainFunction):
         ctx: Any, grad_query: Tensor, grad_key: Tensor, grad_value: Tensor, grad_gate: Tensor | None = None
     ) -> tuple[Tensor | None, ...]:
         mixed_qkv, cos, sin, query_weight, key_weight = ctx.saved_tensors
-        _, eps, zero_centered, interleaved = ctx.rotation
         grad, grad_weights = ops.rotate_qkv_grads(
             grad_query,
             grad_key,
@@ -279,12 +270,10 @@ class _SplitAndRotate(PlainFunction):
             sin,
             query_weight,
             key_weight,
-            eps=eps,
-            zero_centered=zero_centered,
-            interleaved=interleaved,
+            **ctx.options,
         )
         of_query, of_key = (None, None) if query_weight is None else grad_weights.unbind()
-        return grad, None, None, of_query, of_key, None
+        return grad, None, None, of_query, of_key, None, None, None, None
 
 
 # --- Operators, as ops.<name> ---

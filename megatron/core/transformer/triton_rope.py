@@ -92,8 +92,9 @@ def _load_angles(cos, sin, position, is_row, half, HALF: tl.constexpr, IS_INVERS
 
 @triton.jit
 def _rotate_rows(
-    source, weight, out, cos, sin, first_row, num_rows, heads, heads_of_group, batch, width, half, first, rest,
-    seq_stride, batch_stride, group_stride, head_stride, eps,
+    source, weight, out, cos, sin, first_row, num_rows, heads, heads_of_group, batch,
+    width: tl.constexpr, half: tl.constexpr, first: tl.constexpr, rest: tl.constexpr,
+    seq_stride, batch_stride, group_stride, head_stride, eps: tl.constexpr,
     IS_ZERO_CENTERED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_INVERSE: tl.constexpr, ROWS: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
@@ -135,7 +136,8 @@ def _rotate_rows(
 @triton.jit(do_not_specialize=[*_COUNTS, "query_tiles"])
 def rotate_kernel(
     x, query_weight, key_weight, cos, sin, query, key, num_tokens, batch, groups, queries, gates, query_tiles,
-    width, half, first, rest, seq_stride, batch_stride, group_stride, head_stride, eps,
+    seq_stride, batch_stride, group_stride, head_stride,
+    width: tl.constexpr, half: tl.constexpr, first: tl.constexpr, rest: tl.constexpr, eps: tl.constexpr,
     IS_ZERO_CENTERED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_INVERSE: tl.constexpr, ROWS: tl.constexpr,
     HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
@@ -143,7 +145,8 @@ def rotate_kernel(
 
     x: groups of queries, gates, a key and a value, of any strides but with adjacent channels; without keys if key is
     None. cos, sin: [S, half]. query, key: contiguous results. first: the first rotated channel; rest: the first other
-    one. batch: number of consecutive tokens with the same position.
+    one. batch: number of consecutive tokens with the same position. Widths are constants, from which the compiler
+    derives the alignment of addresses.
     """
     tile = tl.program_id(0)
     if tile < query_tiles:
@@ -163,11 +166,11 @@ def rotate_kernel(
 
 @triton.jit
 def _grads_of_rows(
-    grad, x, weight, partial, out, cos, sin, program, programs, num_tokens, batch, groups, heads_of_group,
-    parts, width, half, grad_seq_stride, grad_batch_stride, grad_head_stride, seq_stride, batch_stride,
-    group_stride, head_stride, eps,
-    IS_ZERO_CENTERED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
-    REST: tl.constexpr,
+    grad, x, weight, partial, out, cos, sin, program, programs, num_tokens, batch, groups, heads_of_group, parts,
+    width: tl.constexpr, half: tl.constexpr,
+    grad_seq_stride, grad_batch_stride, grad_head_stride, seq_stride, batch_stride, group_stride, head_stride,
+    eps: tl.constexpr, IS_ZERO_CENTERED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, ROWS: tl.constexpr,
+    HALF: tl.constexpr, REST: tl.constexpr,
 ):  # fmt: skip
     """Computes the gradients of every `programs`-th tile of rows, and adds up this program's gradient of the weight.
 
@@ -235,7 +238,7 @@ def _grads_of_rows(
 
 @triton.jit
 def _copy_rows(
-    grad, out, program, programs, num_tokens, batch, groups, heads_of_group, parts, width, seq_stride,
+    grad, out, program, programs, num_tokens, batch, groups, heads_of_group, parts, width: tl.constexpr, seq_stride,
     batch_stride, head_stride,
     ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -258,10 +261,11 @@ def _copy_rows(
 @triton.jit(do_not_specialize=[*_COUNTS, "query_programs", "key_programs", "value_programs"])
 def rotate_grads_kernel(
     grad_query, grad_key, grad_value, grad_gate, x, query_weight, key_weight, cos, sin, out, partials,
-    num_tokens, batch, groups, queries, gates, query_programs, key_programs, value_programs, width, half,
+    num_tokens, batch, groups, queries, gates, query_programs, key_programs, value_programs,
     query_seq_stride, query_batch_stride, query_head_stride, key_seq_stride, key_batch_stride, key_head_stride,
     value_seq_stride, value_batch_stride, value_head_stride, gate_seq_stride, gate_batch_stride,
-    gate_head_stride, seq_stride, batch_stride, group_stride, head_stride, eps,
+    gate_head_stride, seq_stride, batch_stride, group_stride, head_stride,
+    width: tl.constexpr, half: tl.constexpr, eps: tl.constexpr,
     IS_ZERO_CENTERED: tl.constexpr, IS_INTERLEAVED: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
     REST: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
@@ -392,7 +396,7 @@ def _rotation(
     sizes = {"width": width, "half": half, "first": first, "rest": 0 if first else 2 * half}
     of_dims = dict(zip(_STRIDES, strides[:4], strict=True))
     constants = {"IS_ZERO_CENTERED": zero_centered, "IS_INTERLEAVED": interleaved, "IS_INVERSE": inverse}
-    fixed = {**sizes, **of_dims, "eps": eps, **constants, **tile}
+    fixed = {**of_dims, **sizes, "eps": eps, **constants, **tile}
     return PreparedLaunch(rotate_kernel, fixed, options=_WARPS), tile["ROWS"]
 
 
@@ -433,9 +437,12 @@ def rotate_qkv_grads(
     )
     rows = num_tokens * groups
     # One program for each tile, unless it stores partial sums.
-    programs = tuple(-(-rows * heads // tile_rows) for heads in (queries, 1, 1, gates))
-    grad_weights, partials = out.new_empty(0), None
-    if query_weight is not None:
+    of_group = -(-rows // tile_rows)
+    programs = (-(-rows * queries // tile_rows), of_group, of_group, -(-rows * gates // tile_rows))
+    partials = None
+    if query_weight is None:
+        grad_weights = out.new_empty(0)
+    else:
         programs = _programs(programs)
         grad_weights = query_weight.new_empty((2, width))
         partials = cos.new_empty((programs[0] + programs[1], width))
@@ -469,7 +476,7 @@ def _gradient(
     of_grads = dict(zip(_GRAD_STRIDES, (*of_query[:3], *of_key[:3], *of_value[:3], *of_gate[:3]), strict=True))
     strides = {**of_grads, **dict(zip(_STRIDES, of_x[:4], strict=True))}
     constants = {"IS_ZERO_CENTERED": zero_centered, "IS_INTERLEAVED": interleaved, "WIDTH": next_power_of_2(width)}
-    fixed = {"width": width, "half": half, **strides, "eps": eps, **constants, **tile}
+    fixed = {**strides, "width": width, "half": half, "eps": eps, **constants, **tile}
     return PreparedLaunch(rotate_grads_kernel, fixed, options=_WARPS), tile["ROWS"]
 
 
@@ -483,11 +490,7 @@ def _sum(width: int) -> tuple[PreparedLaunch, int]:
 def residencies(num_warps: int) -> Mapping[str, Residency]:
     """Maps each kernel's name to the residency that its launcher assumes."""
     assert num_warps == _WARPS["num_warps"]
-    return {
-        "rotate_kernel": Residency(at_least=8),
-        "rotate_grads_kernel": Residency(at_least=4),
-        "sum_partials_kernel": Residency(),
-    }
+    return dict.fromkeys(("rotate_kernel", "rotate_grads_kernel", "sum_partials_kernel"), Residency())
 
 
 def compile_cases() -> Iterator[CompileCase]:
@@ -502,7 +505,7 @@ def compile_cases() -> Iterator[CompileCase]:
         weights = dict.fromkeys(("query_weight", "key_weight"), data if norms else None)
         table = dict.fromkeys(("cos", "sin"), "*fp32:16")
         counts = dict.fromkeys(_COUNTS, "i32")
-        sizes: dict[str, Any] = {"width": size, "half": size, "eps": "fp32"}
+        sizes: dict[str, Any] = {"width": width, "half": half, "eps": 1e-6}
         strides = dict.fromkeys(_STRIDES, size)
         flags = {"IS_ZERO_CENTERED": False, "IS_INTERLEAVED": interleaved}
         shared = {**weights, **table, **counts, **sizes, **strides, **flags, **_tile(width, half)}
@@ -512,8 +515,8 @@ def compile_cases() -> Iterator[CompileCase]:
             options=_WARPS,
             **dict.fromkeys(("x", "query", "key"), data),
             query_tiles="i32",
-            first="i32:16",
-            rest=size,
+            first=0,
+            rest=2 * half,
             IS_INVERSE=False,
             **shared,
         )
@@ -555,12 +558,14 @@ def _adjacent(t: Tensor) -> tuple[Tensor, tuple[int, ...]]:
 def _tile(width: int, half: int) -> dict[str, int]:
     """Returns the tile of a program: rows, and the powers of two that hold channel pairs and the other channels."""
     pairs, others = next_power_of_2(half), next_power_of_2(width - 2 * half) if width > 2 * half else 0
-    rows = max(1, _TILE // (2 * pairs + others))
+    # At most 32 rows, because wide layouts of narrow heads need more registers than a thread has.
+    rows = max(1, min(32, _TILE // (2 * pairs + others)))
     return {"ROWS": 1 << (rows.bit_length() - 1), "HALF": pairs, "REST": others}
 
 
 @functools.lru_cache(MAX_PREPARED)
-def _programs(tiles: tuple[int, ...]) -> tuple[int, ...]:
+def _programs(tiles: tuple[int, int, int, int]) -> tuple[int, int, int, int]:
     """Distributes _GRAD_PROGRAMS over kinds of heads in proportion to their tiles, with at least one per kind."""
     share = min(1.0, _GRAD_PROGRAMS / max(1, sum(tiles)))
-    return tuple(min(number, max(1, int(number * share))) for number in tiles)
+    queries, keys, values, gates = (min(number, max(1, int(number * share))) for number in tiles)
+    return queries, keys, values, gates

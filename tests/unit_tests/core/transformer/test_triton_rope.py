@@ -220,7 +220,7 @@ def test_no_tokens_launch_no_rotation(kernels: ModuleType) -> None:
 
 
 @pytest.mark.parametrize("tiles", [(1, 1, 1, 0), (8192, 512, 512, 0), (3, 1, 1, 3), (100_000, 1, 1, 100_000)])
-def test_programs_cover_each_kind_of_head_within_a_limit(tiles: tuple[int, ...]) -> None:
+def test_programs_cover_each_kind_of_head_within_a_limit(tiles: tuple[int, int, int, int]) -> None:
     triton_rope = pytest.importorskip("megatron.core.transformer.triton_rope")
     programs = triton_rope._programs(tiles)
     assert all((number > 0) == (count > 0) and number <= count for number, count in zip(programs, tiles, strict=True))
