@@ -29,6 +29,7 @@ class Verdict(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     TIMED_OUT = "timed out"
+    INCOMPLETE = "incomplete: some sides were not started"
     NEEDS_GPU = "needs a GPU"
     NOT_CHECKED = "not checked here"  # a tool is missing, for example
     NO_TIME = "not run: no time left"
@@ -74,7 +75,7 @@ class Record:
 
     @property
     def is_final(self) -> bool:
-        """Whether --resume skips the check. A missing tool or driver may be available the next time."""
+        """Whether --resume skips the check. A missing tool, driver or time may be available the next time."""
         if self.verdict in (Verdict.NEEDS_GPU, Verdict.NOT_CHECKED):
             return self.where.dry_run
         return self.verdict in (Verdict.PASSED, Verdict.FAILED, Verdict.TIMED_OUT)

@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from typing import Any
 
 DRY_RUN = "GPU_CHECKS_DRY_RUN"  # environment variable set by a dry run; only then may a CPU replace the GPU
-# Exit statuses with which a check reports that it needs a GPU, or that something else is missing.
-NEEDS_GPU, NOT_CHECKED = 76, 77
+# Exit statuses with which a check reports that it had no time for some of its sides and that the others did not fail,
+# that it needs a GPU, or that something else is missing.
+INCOMPLETE, NEEDS_GPU, NOT_CHECKED = 75, 76, 77
 RESULT = "RESULT "  # begins a result line
 SIDE = "side"
 

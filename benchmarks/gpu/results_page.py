@@ -17,6 +17,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from benchmarks.gpu.evidence import Cause, Decision, Evidence, Outcome, Run, Side, read  # noqa: E402
+from benchmarks.gpu.journal import Verdict  # noqa: E402
 from benchmarks.gpu.results_tables import shown, table, tables  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -249,7 +250,8 @@ def _side_cells(side: Side, sides: Sequence[Side]) -> list[object]:
 def _target_row(run: Run, target: Mapping[str, Any]) -> list[object]:
     measured = "not measured" if target.get("measured") is None else target["measured"]
     limit = f"{'>=' if target.get('is_least') else '<='} {shown(target['limit'])}"
-    return [_target_name(run, target), measured, limit, "yes" if target["holds"] else "**no**"]
+    holds = "open" if target.get("measured") is None else "yes" if target["holds"] else "**no**"
+    return [_target_name(run, target), measured, limit, holds]
 
 
 def _target_name(run: Run, target: Mapping[str, Any]) -> str:
@@ -267,8 +269,9 @@ def _numbers(run: Run | None, title: str) -> Iterator[str]:
     known = [f"{name} {', '.join(found)}" for name, found in rates.items() if found]
     if known:
         yield f"\n{title}: {'; '.join(known)}.\n"
-    if failed := [name for name, values in sides.items() if values.get("error")]:
-        yield f"\nFailed: {', '.join(failed)}.\n"
+    for key, title in (("error", "Failed"), ("skipped", "Not started")):
+        if found := [name for name, values in sides.items() if values.get(key)]:
+            yield f"\n{title}: {', '.join(found)}.\n"
 
 
 def _kernels(sides: Sequence[Side]) -> Iterator[str]:
@@ -362,7 +365,10 @@ def _open(evidence: Evidence, decisions: Sequence[Decision]) -> Iterator[str]:
     missing = [shape for shape in evidence.headlines if not headline(sides, shape)]
     items = [f"Failed: {one.claim.claim}{_tests_of(one)}." for one in failed]
     items += [f"Failed: {side.shape}, {side.name}: {_plain_text(side.error)}." for side in sides if side.error]
-    items += [f"Target missed: {_target_name(*one)}." for one in evidence.targets() if not one[1]["holds"]]
+    for run, target in evidence.targets():
+        if not target["holds"]:
+            missed = "Target not measured" if target.get("measured") is None else "Target missed"
+            items.append(f"{missed}: {_target_name(run, target)}.")
     items += _incomplete(evidence)
     items += [f"Not complete ({one.outcome.value.strip('*')}): {one.claim.claim}." for one in partly]
     items += [f"Not started: {side.shape}, {side.name}." for side in sides if side.is_skipped]
@@ -381,7 +387,8 @@ def _incomplete(evidence: Evidence) -> list[str]:
     """Returns the measurements that did not come to their end the last time."""
     checks = dict.fromkeys([*(side.check for side in evidence.sides()), *evidence.numbers, *evidence.measurements])
     last = {run.check: run for run in evidence.on_gpu if run.check in checks}
-    is_short = {check: run.verdict in ("timed out", "interrupted", "") for check, run in last.items()}
+    short = (Verdict.TIMED_OUT, Verdict.INTERRUPTED, Verdict.INCOMPLETE, "")
+    is_short = {check: run.verdict in short for check, run in last.items()}
     return [
         f"Not complete: measurement `{check}` at {last[check].commit[:8]}." for check in checks if is_short.get(check)
     ]

@@ -15,9 +15,10 @@ FOLDER has at most seven files: checks.jsonl, with a line for each result as soo
 each check; output.log, the ends of all output; running.json while a check runs; and at most four files of checks, none
 of them by a check of call A or B. Outside a git clone, the variable COMMIT names the commit.
 
---resume skips checks that have a verdict for the same code (benchmarks/source.py), in FOLDER or in benchmarks/results.
+--resume skips checks that passed, failed or timed out with the same code (benchmarks/source.py), in FOLDER or in
+benchmarks/results.
 docs/gpu_results.md is rewritten when results go to benchmarks/results. The exit status is 1 if a check failed, was
-ended at its deadline or was not run.
+ended at its deadline, had no time for some of its sides or was not run.
 """
 
 import argparse
@@ -51,7 +52,7 @@ from benchmarks.gpu.process_tree import (  # noqa: E402
     interrupt,
     reap_orphans,
 )
-from benchmarks.gpu.protocol import DRY_RUN, NEEDS_GPU, NOT_CHECKED, RESULT  # noqa: E402
+from benchmarks.gpu.protocol import DRY_RUN, INCOMPLETE, NEEDS_GPU, NOT_CHECKED, RESULT  # noqa: E402
 from benchmarks.gpu.registry import (  # noqa: E402
     CALL_SECONDS,
     CHECKS,
@@ -78,7 +79,12 @@ PRELOAD_SECONDS = 60.0
 POLL_SECONDS = 0.05
 LOG_BYTES = 1 << 19  # of a check's output that output.log keeps
 MOST_LOG_BYTES = 8 << 20  # of output.log when a run starts
-STATUSES = {0: Verdict.PASSED, NEEDS_GPU: Verdict.NEEDS_GPU, NOT_CHECKED: Verdict.NOT_CHECKED}
+STATUSES = {
+    0: Verdict.PASSED,
+    INCOMPLETE: Verdict.INCOMPLETE,
+    NEEDS_GPU: Verdict.NEEDS_GPU,
+    NOT_CHECKED: Verdict.NOT_CHECKED,
+}
 
 
 def main(checks: Sequence[Check] = CHECKS, *, preload: Sequence[str] = PRELOAD) -> None:
@@ -340,6 +346,8 @@ class Watch:
             return "its server ended, and the check with it"
         if self.status is None:
             return "the runner was interrupted"
+        if self.status == INCOMPLETE:
+            return "no time was left for some sides"
         return f"ended by {signal.Signals(-self.status).name}" if self.status < 0 else f"exit status {self.status}"
 
     def run(self, program: Program, *, limit: float) -> None:
@@ -478,7 +486,9 @@ def parse_options(checks: Sequence[Check]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--call", choices=CALL_SECONDS, help="run only this call (default: both)")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder of the results (default: benchmarks/results)")
-    parser.add_argument("--resume", action="store_true", help="skip checks that have a verdict for the same code")
+    parser.add_argument(
+        "--resume", action="store_true", help="skip checks that passed, failed or timed out with the same code"
+    )
     parser.add_argument(
         "--only",
         nargs="+",

@@ -32,6 +32,7 @@ from benchmarks.gpu.checks.side_workers import Line, Outcome, Send, Task, run_in
 from benchmarks.gpu.evidence import read
 from benchmarks.gpu.gemm_beside_stash import Beside
 from benchmarks.gpu.graph_step import Case, free_memory, measured_rounds, started_side, tables_of, warm_up
+from benchmarks.gpu.protocol import INCOMPLETE
 from benchmarks.gpu.record import Target
 from benchmarks.gpu.results_tables import tables
 from benchmarks.gpu.shapes import (
@@ -354,6 +355,20 @@ def test_no_side_starts_without_the_time_that_it_needs() -> None:
     assert lines[0][0] == "long" and "skipped" in lines[0][1] and outcomes["short"].last == {"ms": 1.0}
 
 
+def test_tasks_that_were_not_started_make_a_check_incomplete_unless_one_failed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ceilings, "checked_device", lambda: None)
+    long, short, wrong = (
+        Task("long", 90, good),
+        Task("short", 1, good),
+        Task("wrong", 1, partial(bad, error=KeyError())),
+    )
+    assert ceilings.run_tasks([short], seconds=60) == 0
+    assert ceilings.run_tasks([short, long], seconds=60) == INCOMPLETE
+    assert ceilings.run_tasks([short, wrong, long], seconds=60) == 1
+
+
 # Targets.
 
 
@@ -430,24 +445,29 @@ def test_a_side_without_memory_says_how_much_it_was_predicted_to_need() -> None:
 
 
 @pytest.mark.parametrize(
-    ("headline_ms", "reserved_gib", "error", "status", "failed"),
+    ("headline_ms", "reserved_gib", "static", "status", "failed"),
     [
-        (400.0, 102, None, 0, []),
-        (700.0, 102, None, 1, ["MFU"]),
-        (400.0, 110, None, 1, ["difference"]),
-        (400.0, 102, "KeyError: 'x'", 1, []),
-        (400.0, 102, "OutOfMemoryError: CUDA out of memory", 0, []),
+        (400.0, 102, Outcome(), 0, []),
+        (700.0, 102, Outcome(), 1, ["MFU"]),
+        (400.0, 110, Outcome(), 1, ["difference"]),
+        # Predicted static buffers replace measured ones only where these do not fit.
+        (400.0, 102, Outcome(error="KeyError: 'x'"), 1, ["static buffers"]),
+        (400.0, 102, Outcome(error="OutOfMemoryError: CUDA out of memory"), 0, []),
+        (400.0, 102, Outcome(skipped="not started: 3 s left"), INCOMPLETE, ["static buffers"]),
+        (700.0, 102, Outcome(skipped="not started: 3 s left"), 1, ["MFU", "static buffers"]),
     ],
 )
 def test_the_exit_status_of_a_section_follows_from_its_targets_and_errors(
-    headline_ms: float, reserved_gib: int, error: str | None, status: int, failed: list[str]
+    headline_ms: float, reserved_gib: int, static: Outcome, status: int, failed: list[str]
 ) -> None:
     def run(tasks: list[Task], *, on_line: Callable[[str, Line], None], **_: object) -> dict[str, Outcome]:
         figures = {"ms": headline_ms, "device": "NVIDIA H200", "reserved_bytes": reserved_gib * steps.GIB}
         on_line(HEADLINE, figures)
-        if error is not None:
-            on_line(GRAPHED, {"error": error})
-        return {task.name: Outcome(error=error if task.name == GRAPHED else None) for task in tasks}
+        if static.error is not None:
+            on_line(GRAPHED, {"error": static.error})
+        elif static.skipped is None:
+            on_line(GRAPHED, {**figures, "reserved_bytes": 120 * steps.GIB})
+        return {task.name: static if task.name == GRAPHED else Outcome() for task in tasks}
 
     text = io.StringIO()
     with (

@@ -171,6 +171,7 @@ def test_each_end_has_its_verdict_and_results_of_sides_are_kept_apart(tmp_path: 
         "good": numbers,
         "bad": "sys.exit(1)",
         "said": "sys.exit('no such pages')",
+        "short": "sys.exit(75)",
         "unable": "sys.exit(77)",
         "needy": "sys.exit(76)",
         "crashed": "os.kill(os.getpid(), signal.SIGSEGV)",
@@ -186,6 +187,7 @@ def test_each_end_has_its_verdict_and_results_of_sides_are_kept_apart(tmp_path: 
         "good": ("passed", 0),
         "bad": ("failed", 1),
         "said": ("failed", 1),
+        "short": ("incomplete: some sides were not started", 75),
         "unable": ("not checked here", 77),
         "needy": ("needs a GPU", 76),
         "crashed": ("failed", -11),
@@ -198,6 +200,7 @@ def test_each_end_has_its_verdict_and_results_of_sides_are_kept_apart(tmp_path: 
     assert {record.check: record.results["error"] for record in records if record.verdict.is_failure} == {
         "bad": "exit status 1",
         "said": "no such pages",
+        "short": "no time was left for some sides",
         "crashed": "ended by SIGSEGV",
         "raised": "MemoryError: 131 GiB",
         "endless": "did not end in 0 s",
@@ -420,6 +423,15 @@ def test_a_check_that_failed_before_makes_a_resumed_run_fail_too(tmp_path: Path)
     assert status == 1 and [record.verdict.value for record in records] == ["passed", "failed"]
     status, records = run(checks, tmp_path, "--resume")
     assert status == 1 and len(records) == 2
+
+
+def test_a_check_that_had_no_time_for_some_sides_is_a_failure_and_is_resumed(tmp_path: Path) -> None:
+    body = "sys.exit(0 if os.path.exists(sys.argv[1]) else 75)"
+    checks = [Fake("short", f"{module(tmp_path, 'short', body)} {tmp_path}/time")]
+    assert run(checks, tmp_path)[0] == 1
+    (tmp_path / "time").touch()
+    status, records = run(checks, tmp_path, "--resume")
+    assert status == 0 and [one.verdict for one in records] == [Verdict.INCOMPLETE, Verdict.PASSED]
 
 
 def test_a_check_may_use_time_that_is_left_over_but_not_what_later_ones_need(tmp_path: Path) -> None:

@@ -20,6 +20,8 @@ from benchmarks.gpu.evidence import (
     read,
     runs_of,
 )
+from benchmarks.gpu.journal import Verdict
+from benchmarks.gpu.protocol import INCOMPLETE
 from benchmarks.gpu.registry import CHECKS
 from benchmarks.gpu.results_page import PAGE, README, RESULTS, TABLES, page, readme
 from benchmarks.gpu.results_tables import tables
@@ -226,6 +228,24 @@ def test_what_failed_is_listed_as_open(tmp_path: Path) -> None:
     assert "- Target missed: Qwen3-30B-A3B, short: time of the stash.\n" in opened
     assert [name for name in SHAPES if f"Not complete: measurement `{name}`" in opened] == ["deepseek", "local_graphs"]
     assert "reserved bytes" not in opened and "OutOfMemory" not in opened  # met, and allowed
+
+
+def test_a_measurement_with_sides_that_were_not_started_is_open(tmp_path: Path) -> None:
+    late = [{"side": "graph", "shape": SHAPES["stack48"], "skipped": "not started: 3 s left"}]
+    target = {"name": "memory", "measured": None, "limit": 0.95, "is_least": False, "holds": False}
+    lines = [
+        lines_of("stack48", Verdict.INCOMPLETE, *late, {"targets": [target]}, status=INCOMPLETE),
+        lines_of(
+            "ceilings", Verdict.INCOMPLETE, {"side": "copy", "skipped": "not started: 1 s left"}, status=INCOMPLETE
+        ),
+        lines_of("small", Verdict.INCOMPLETE, status=INCOMPLETE),
+    ]
+    found = evidence(tmp_path, lines)
+    text = page(found)
+    assert found.decide(CLAIM).outcome is Outcome.NOT_YET
+    assert all(f"- Not complete: measurement `{name}` at aaaaaaaa.\n" in text for name in ("stack48", "ceilings"))
+    assert "| stack48: memory | not measured | <= 0.95 | open |" in text and "Not started: copy." in text
+    assert "- Target not measured: stack48: memory.\n" in text and "Target missed" not in text
 
 
 def test_the_readmes_parts_follow_from_the_evidence(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ import triton.language as tl
 from torch import Tensor
 
 from benchmarks.gpu.checks.reporting import checked_device, graphs_of, report
-from benchmarks.gpu.checks.side_workers import Send, Task, run_in_turn
+from benchmarks.gpu.checks.side_workers import Send, Task, exit_status, run_in_turn
 from benchmarks.gpu.record import hold
 from megatron.core.device import default_device, device_name, mark_time, seconds_between, synchronize
 from megatron.core.transformer.moe import static_rows, triton_rows
@@ -50,7 +50,7 @@ ELEMENTS = 32
 
 
 def main() -> None:
-    """Measures each ceiling. Exits with status 1 if one fails."""
+    """Measures each ceiling. Exits with status 1 if one fails, INCOMPLETE if some were not started."""
     options = parse_options()
     tasks = [
         Task("copy", 5, partial(measure_copy, num_bytes=SMALL_BYTES if options.small else COPIED_BYTES)),
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def run_tasks(tasks: list[Task], *, seconds: float) -> int:
-    """Runs tasks and reports their lines. Returns 1 if one failed, else 0."""
+    """Runs tasks and reports their lines. Returns the exit status, 1 if one failed (see `exit_status`)."""
     outcomes = run_in_turn(
         tasks,
         deadline=time.monotonic() + seconds,
@@ -78,7 +78,7 @@ def run_tasks(tasks: list[Task], *, seconds: float) -> int:
     )
     if all((one.error or "").startswith("SystemExit") for one in outcomes.values()):
         checked_device()
-    return int(any(one.error is not None for one in outcomes.values()))
+    return exit_status(outcomes.values(), has_failed=any(one.error is not None for one in outcomes.values()))
 
 
 def seconds_of(work: Callable[[], object], device: torch.device, *, rounds: int = ROUNDS) -> float:

@@ -131,7 +131,7 @@ KERNELS: dict[str, Callable[[Operands], Kernel]] = {
 
 
 def main() -> None:
-    """Measures each kernel. Exits with status 1 if one fails."""
+    """Measures each kernel. Exits with status 1 if one fails, INCOMPLETE if some were not started."""
     options = parse_options()
     tasks = [Task(name, 3, partial(measure, build=build, is_small=options.small)) for name, build in KERNELS.items()]
     sys.exit(run_tasks(tasks, seconds=options.seconds))

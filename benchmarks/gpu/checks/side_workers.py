@@ -10,7 +10,7 @@ import gc
 import os
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from multiprocessing import get_context
@@ -19,6 +19,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
+
+from benchmarks.gpu.protocol import INCOMPLETE
 
 Line = dict[str, Any]
 # Sends a line of results to the parent.
@@ -105,6 +107,13 @@ def run_in_turn(
     if child is not None:
         child.leave()
     return outcomes
+
+
+def exit_status(outcomes: Iterable[Outcome], *, has_failed: bool) -> int:
+    """Returns the exit status of a check of sides: 1, or INCOMPLETE if none failed but some were not started, or 0."""
+    if has_failed:
+        return 1
+    return INCOMPLETE if any(one.skipped is not None for one in outcomes) else 0
 
 
 class _Child:

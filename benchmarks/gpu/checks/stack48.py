@@ -36,7 +36,7 @@ SECTION = Section(
 
 
 def main() -> None:
-    """Measures the section. Exits with status 1 if a side fails or misses a target."""
+    """Measures the section and exits with its status, which steps.py defines."""
     steps.main(SECTION)
 
 

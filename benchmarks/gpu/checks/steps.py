@@ -42,7 +42,7 @@ from functools import partial
 from benchmarks.gpu.checks.predicted import Prediction, Predictions
 from benchmarks.gpu.checks.profiles import host_profile, kernel_table, work_of_kernels
 from benchmarks.gpu.checks.reporting import checked_device, report
-from benchmarks.gpu.checks.side_workers import Line, Outcome, Send, Task, error_of, run_in_turn
+from benchmarks.gpu.checks.side_workers import Line, Outcome, Send, Task, error_of, exit_status, run_in_turn
 from benchmarks.gpu.graph_step import (
     Case,
     Stepper,
@@ -172,7 +172,7 @@ SECTIONS = {
 def main(section: Section | None = None) -> None:
     """Measures a section, by default the one named on the command line.
 
-    Exits with status 1 if a side fails or misses a target.
+    Exits with status 1 if a side fails or a target is missed, INCOMPLETE if sides were not started and none failed.
     """
     options = parse_options(section)
     chosen = section or SECTIONS[options.section]
@@ -208,7 +208,7 @@ def measure(section: Section, *, deadline: float, is_small: bool) -> int:
         clean=lambda: free_memory(default_device()),
         on_line=reporter.report,
     )
-    predicted = reporter.predicted_bytes(predicted_sides)
+    predicted = usable_predictions(reporter.predicted_bytes(predicted_sides), outcomes)
     predictions.leave()
     if all((one.error or "").startswith("SystemExit") for one in outcomes.values()):
         # No child has found a GPU. Ends this process in the same way.
@@ -217,11 +217,26 @@ def measure(section: Section, *, deadline: float, is_small: bool) -> int:
     targets = [] if is_small else section.targets(reporter.figures, predicted)
     if targets:
         report(targets=[figures_of_target(target) for target in targets])
-    return int(any(map(is_failure, section.turns, outcomes.values())) or not all(one.holds for one in targets))
+    # What could not be measured because a side was not started is not a failure: the next run measures it.
+    is_short = any(one.skipped is not None for one in outcomes.values())
+    has_missed = any(not one.holds and not (is_short and one.measured is None) for one in targets)
+    has_failed = any(map(is_failure, section.turns, outcomes.values()))
+    return exit_status(outcomes.values(), has_failed=has_failed or has_missed)
+
+
+def usable_predictions(predicted: Mapping[str, int], outcomes: Mapping[str, Outcome]) -> dict[str, int]:
+    """Returns the predicted bytes by side, without static buffers that had a turn and were not found to be too large.
+
+    Memory is compared with measured static buffers. Predicted ones replace them only if the section does not measure
+    them or they do not fit, but not if there was no time for them or they failed.
+    """
+    static = outcomes.get(GRAPHED)
+    is_usable = static is None or is_out_of_memory(static.error or "")
+    return {side: one for side, one in predicted.items() if side != GRAPHED or is_usable}
 
 
 def is_failure(turn: Turn, outcome: Outcome) -> bool:
-    """Returns whether a side failed. A side that was not started has not failed, but its targets have."""
+    """Returns whether a side failed. A side that was not started has not failed."""
     return outcome.error is not None and not (turn.may_not_fit and is_out_of_memory(outcome.error))
 
 
