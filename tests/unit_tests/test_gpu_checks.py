@@ -34,7 +34,7 @@ from benchmarks.gpu.registry import Check
 process_tree.GRACE_SECONDS = run_all.GRACE_SECONDS = run_all.LEAVE_SECONDS = {grace}
 run_all.LEAST_SECONDS = run_all.END_SECONDS = 2 * {grace}
 checks = [
-    Check(name, call, "part", "", words, limit, expected=expected) for name, call, words, limit, expected in {checks!r}
+    Check(name, call, "", words, limit, expected=expected) for name, call, words, limit, expected in {checks!r}
 ]
 run_all.main(checks, preload={preload!r})
 """
