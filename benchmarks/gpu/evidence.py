@@ -43,7 +43,7 @@ class Run:
     """One execution of a check.
 
     verdict: "" if its runner was killed. results: of the check as a whole. sides: results by side. is_whole: whether a
-    run of tests came to its end, so that tests that it does not list as failed have passed.
+    run of tests came to its end, so that those of its tests that it does not list as failed have passed.
     """
 
     check: str
@@ -56,6 +56,16 @@ class Run:
     results: Mapping[str, Any] = field(default_factory=dict)
     sides: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     is_whole: bool = True
+
+    @property
+    def lists_tests(self) -> bool:
+        """Whether its sides are tests. Runs before 2026-11-28 list only those that failed."""
+        return bool(self.sides) and all("::" in side for side in self.sides)
+
+    @property
+    def tests(self) -> list[str]:
+        """Ids of the tests that ran, rather than were skipped, if it lists them."""
+        return [test for test, values in self.sides.items() if values.get("outcome") != "skipped"]
 
     @property
     def failures(self) -> Mapping[str, str]:
@@ -184,7 +194,8 @@ class Side:
 class Evidence:
     """What one folder of results contains.
 
-    headlines: shapes of the README. numbers: titles by check, of checks whose numbers are on the page. measurements:
+    tests_of_unlisted_runs: by check, ids without parameters of the tests in runs that report only failed tests. Such a
+    run shows nothing about other tests. headlines: shapes of the README. numbers: titles by check, of checks whose numbers are on the page. measurements:
     other checks without a claim. on_gpu: runs that were not dry.
     """
 
@@ -192,6 +203,7 @@ class Evidence:
     claims: Sequence[Claim] = ()
     causes: Sequence[Cause] = ()
     by_hand: Sequence[Side] = ()
+    tests_of_unlisted_runs: Mapping[str, Sequence[str]] = field(default_factory=dict)
     headlines: Sequence[str] = ()
     numbers: Mapping[str, str] = field(default_factory=dict)
     measurements: Sequence[str] = ()
@@ -214,6 +226,8 @@ class Evidence:
         for run in self.on_gpu:
             items = [item for item in claim.items if item.check == run.check]
             outcome, tests = _verdict_of(run, items) if items else (None, [])
+            if outcome is Outcome.PASSED and not self._contains(run, items):
+                continue  # no test of the claim failed, because none of them ran
             if outcome is not None:
                 found = self._causes_of(run, items, outcome, tests)
                 # A cause shows once, with the last run that it explains.
@@ -221,6 +235,11 @@ class Evidence:
                 causes = tuple((of, cause) for cause, of in last.items())
                 decided = Decision(claim, _joined(outcome, found), run, causes)
         return decided
+
+    def _contains(self, run: Run, items: Sequence[Item]) -> bool:
+        """Returns whether a run is known to have run one of these tests, rather than only skipped them."""
+        tests = run.tests if run.lists_tests else self.tests_of_unlisted_runs.get(run.check, ())
+        return any(item.matches(test) for item in items for test in (None, *tests))
 
     def _causes_of(
         self, run: Run, items: Sequence[Item], outcome: Outcome, tests: Sequence[str | None]
@@ -295,7 +314,8 @@ def read(results: Path) -> Evidence:
         for one in (written["by_hand"] if own.exists() else ())  # not of results in other folders
         for side in one["sides"]
     ]  # fmt: skip
-    lists = {name: written[name] for name in ("headlines", "numbers", "measurements")}
+    names = ("tests_of_unlisted_runs", "headlines", "numbers", "measurements")
+    lists = {name: written[name] for name in names}
     return Evidence(runs_of(results / JOURNAL), claims, causes, by_hand, **lists)
 
 
@@ -342,7 +362,7 @@ def _rerun(values: Mapping[str, Any] | None) -> Rerun | None:
 
 def _verdict_of(run: Run, items: Sequence[Item]) -> tuple[Outcome | None, list[str | None]]:
     """Returns what a run says about these tests of its check, and the failed ones; [None] if it does not list them."""
-    if run.sides and all("::" in side for side in run.sides) and not _has_run(run, items):
+    if run.lists_tests and not any(item.matches(test) for item in items for test in run.tests):
         return None, []
     match run.verdict:
         case "passed":
@@ -355,12 +375,6 @@ def _verdict_of(run: Run, items: Sequence[Item]) -> tuple[Outcome | None, list[s
             failed: list[str | None] = [test for test in run.failures if any(item.matches(test) for item in items)]
             return (Outcome.FAILED, failed) if failed else (Outcome.PASSED, [])
     return None, []
-
-
-def _has_run(run: Run, items: Sequence[Item]) -> bool:
-    """Returns whether a run that lists its tests ran one of these, rather than only skipped them."""
-    ran = [test for test, values in run.sides.items() if values.get("outcome") != "skipped"]
-    return any(item.matches(test) for item in items for test in ran)
 
 
 def _joined(outcome: Outcome, causes: Sequence[Cause | None]) -> Outcome:

@@ -59,7 +59,14 @@ def cause(kind: str = "test", *, rerun: str | None = None, pattern: str | None =
 
 def evidence(folder: Path, lines: Sequence[str], *causes: Cause, shapes: Sequence[str] = ()) -> Evidence:
     (folder / JOURNAL).write_text("".join(lines))
-    return Evidence(runs_of(folder / JOURNAL), [CLAIM], causes, headlines=shapes, numbers={"ceilings": "Ceilings"})
+    return Evidence(
+        runs_of(folder / JOURNAL),
+        [CLAIM],
+        causes,
+        tests_of_unlisted_runs={"tests": [TEST.partition("[")[0]]},
+        headlines=shapes,
+        numbers={"ceilings": "Ceilings"},
+    )
 
 
 def outcome(folder: Path, lines: Sequence[str], *causes: Cause) -> Outcome:
@@ -106,6 +113,23 @@ def test_the_newest_run_that_covers_a_claim_decides(tmp_path: Path) -> None:
     ignored += [lines_of("small", verdict) for verdict in ("not checked here", "not run: no time left", "interrupted")]
     assert outcome(tmp_path, ignored) is Outcome.NOT_YET
     assert outcome(tmp_path, [passed("small"), *ignored]) is Outcome.PASSED
+
+
+@pytest.mark.parametrize("ran", [passed("tests"), failed("tests", "tests/gpu/test_other.py::test_it")])
+def test_a_run_that_lists_no_tests_shows_nothing_about_tests_that_it_did_not_contain(tmp_path: Path, ran: str) -> None:
+    found = evidence(tmp_path, [ran])
+    never = Claim("pages are never lost", "Stash", (Item("tests", "*test_that_never_existed*"),))
+    assert (found.decide(CLAIM).outcome, found.decide(never).outcome) == (Outcome.PASSED, Outcome.NOT_YET)
+    # What did not come to its end is open for all tests that the check may have.
+    assert evidence(tmp_path, [lines_of("tests", "timed out")]).decide(never).outcome is Outcome.TIMED_OUT
+
+
+def test_old_runs_contained_what_claims_take_from_them() -> None:
+    found = read(RESULTS)
+    for check, tests in found.tests_of_unlisted_runs.items():
+        for claim in found.claims:
+            for item in claim.items:
+                assert item.check != check or any(item.matches(test) for test in (None, *tests)), item
 
 
 def test_a_run_of_tests_that_crashed_passes_none_of_them(tmp_path: Path) -> None:
