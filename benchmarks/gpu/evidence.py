@@ -195,8 +195,8 @@ class Evidence:
     """What one folder of results contains.
 
     tests_of_unlisted_runs: by check, ids without parameters of the tests in runs that report only failed tests. Such a
-    run shows nothing about other tests. headlines: shapes of the README. numbers: titles by check, of checks whose numbers are on the page. measurements:
-    other checks without a claim. on_gpu: runs that were not dry.
+    run shows nothing about other tests. headlines: shapes of the README. numbers: titles by check, of checks whose
+    numbers are on the page. measurements: other checks without a claim. on_gpu: runs that were not dry.
     """
 
     runs: Sequence[Run]

@@ -14,19 +14,17 @@ itself chooses the compiled kernel, in the first launch with new classes.
 [Note: interfaces of Triton] Direct launches depend on what Triton does not document: kernel[grid](...) returns the
 compiled kernel; its run() takes the grid, stream, function, metadata, hooks and all arguments in the kernel's order;
 knobs.runtime has chains of hooks; the active driver returns the current device and stream. All uses are in this file.
-They hold for Triton 3.6 to 3.9. With a different interface, every launch is kernel[grid](...).
+They hold for Triton 3.6 to 3.9. With a different interface, or without a part of it, every launch is kernel[grid](...).
 """
 
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
-from triton import knobs
-from triton.knobs import HookChain
 from triton.runtime import driver
 
 # Prepared launches that a launcher keeps. Models have a few shapes each; only strides of unusual gradients vary.
@@ -36,6 +34,27 @@ _RUN_PARAMETERS = (
     *("gridX", "gridY", "gridZ", "stream", "function"),
     *("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"),
 )
+
+
+class Knobs(NamedTuple):
+    """Triton's settings at run time, and the class of its chains of hooks."""
+
+    runtime: Any
+    chain: type
+
+
+def known_knobs() -> Knobs | None:
+    """Returns what tells whether launches are observed, or None if this Triton does not have it."""
+    try:
+        from triton.knobs import HookChain, runtime
+
+        hooks, _ = (runtime.launch_enter_hook, runtime.launch_exit_hook), runtime.debug
+    except (ImportError, AttributeError):
+        return None
+    return Knobs(runtime, HookChain) if all(hasattr(hook, "calls") for hook in hooks) else None
+
+
+_KNOBS: Final = known_knobs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,12 +114,21 @@ class PreparedLaunch:
         """
         first = tensors[0]
         assert first is not None, "the first tensor determines the device"
-        device, runtime = first.get_device(), knobs.runtime
-        before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
-        # Interpreted kernels run on CPU tensors. Hooks, as of profilers, receive metadata that only Triton builds.
-        is_hooked = type(before) is not HookChain or before.calls or type(after) is not HookChain or after.calls
-        if device < 0 or is_hooked or runtime.debug:
+        device, known = first.get_device(), _KNOBS
+        if device < 0:  # the interpreter
             self._launch(programs, tensors, counts, columns=columns)
+            return
+        # Hooks, as of profilers, receive metadata that only Triton builds.
+        if (
+            known is None
+            or type(before := known.runtime.launch_enter_hook) is not known.chain
+            or before.calls
+            or type(after := known.runtime.launch_exit_hook) is not known.chain
+            or after.calls
+            or known.runtime.debug
+        ):
+            with torch.accelerator.device_index(device):
+                self._launch(programs, tensors, counts, columns=columns)
             return
         addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
         key = (
@@ -111,7 +139,7 @@ class PreparedLaunch:
         )
         ready = self._ready.get(key)
         if ready is None or ready.current_device() != device:
-            with torch.accelerator.device_index(first.device.index):
+            with torch.accelerator.device_index(device):
                 compiled = self._launch(programs, tensors, counts, columns=columns)
                 if ready is None and key not in self._ready:
                     self._ready[key] = self._ready_on(device, compiled, num_tensors=len(tensors), counts=counts)
@@ -152,21 +180,27 @@ class PreparedLaunch:
         run = getattr(compiled, "run", None)
         if run is None or not is_known_run(run):
             return None
-        active = driver.active
-        return _Ready(
-            compiled,
-            run,
-            compiled.function,
-            compiled.packed_metadata,
-            self._limit_on(device),
-            active.get_current_device,
-            active.get_current_stream,
-        )
+        try:
+            active = driver.active
+            return _Ready(
+                compiled,
+                run,
+                compiled.function,
+                compiled.packed_metadata,
+                self._limit_on(device),
+                active.get_current_device,
+                active.get_current_stream,
+            )
+        except AttributeError:
+            return None
 
 
 def is_known_run(run: Callable[..., None]) -> bool:
     """Returns whether a compiled kernel's run() has the parameters that direct launches pass."""
-    *leading, rest = inspect.signature(run).parameters.values()
+    try:
+        *leading, rest = inspect.signature(run).parameters.values()
+    except (TypeError, ValueError):  # without a signature, or without parameters
+        return False
     names = tuple(parameter.name for parameter in leading)
     is_prefix = len(names) >= 5 and names == _RUN_PARAMETERS[: len(names)]
     return is_prefix and rest.kind is inspect.Parameter.VAR_POSITIONAL

@@ -6,7 +6,7 @@ import itertools
 import pstats
 import random
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ import torch
 triton = pytest.importorskip("triton")
 from benchmarks import kernel_launches  # noqa: E402
 from megatron.core.device import triton_launch  # noqa: E402
-from megatron.core.device.triton_launch import PreparedLaunch, is_known_run, next_power_of_2  # noqa: E402
+from megatron.core.device.triton_launch import PreparedLaunch, is_known_run, known_knobs, next_power_of_2  # noqa: E402
 from megatron.core.transformer.moe import triton_rows  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.activations import ActivationForm  # noqa: E402
 from tests.counts import long_count  # noqa: E402
@@ -175,11 +175,20 @@ def test_launchers_pass_the_same_arguments_directly(gpu: Gpu, monkeypatch: pytes
     assert set(compared) == set(kernel_launches.kernels())
 
 
-@pytest.mark.parametrize("change", ["enter hook", "exit hook", "debug", "unknown run", "another device", "a CPU"])
+CHANGES = ("enter hook", "exit hook", "debug", "unknown run", "another device", "a CPU", "unknown hooks")
+
+
+@pytest.mark.parametrize("change", [*CHANGES, "no packed_metadata", "no function", "no run", "no get_current_stream"])
 def test_a_launch_goes_through_triton_if(change: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     launch, tensors = prepared(), (memory(), memory(), memory())
     if change == "unknown run":
         monkeypatch.setattr(Compiled, "run", lambda compiled, grid, stream, *args: None)
+    elif change == "no get_current_stream":
+        del gpu.active.get_current_stream
+    elif change.startswith("no "):
+        monkeypatch.delattr(Compiled, change.removeprefix("no "))
+    elif change == "unknown hooks":
+        monkeypatch.setattr(triton_launch, "_KNOBS", None)
     launch(1, tensors, (1,))
     runtime = triton.knobs.runtime
     if change.endswith("hook"):
@@ -193,6 +202,45 @@ def test_a_launch_goes_through_triton_if(change: str, gpu: Gpu, monkeypatch: pyt
     launch(1, tensors, (1,))
     (compiled,) = gpu.compiled.values()
     assert len(compiled.public) == 2 and not compiled.direct
+
+
+@pytest.mark.parametrize("change", ["", "unknown hooks", "enter hook", "debug"])
+def test_triton_launches_on_the_tensors_device(change: str, gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def device_index(index: int) -> Iterator[None]:
+        before, gpu.current = gpu.current, index
+        yield
+        gpu.current = before
+
+    gpu.current, seen = 1, []
+    monkeypatch.setattr(torch.accelerator, "device_index", device_index)
+    monkeypatch.setattr(
+        triton.runtime.jit.JITFunction,
+        "run",
+        lambda kernel, *args, **named: (seen.append(gpu.current), gpu.run(kernel, *args, **named))[1],
+    )
+    if change == "unknown hooks":
+        monkeypatch.setattr(triton_launch, "_KNOBS", None)
+    elif change == "enter hook":
+        monkeypatch.setattr(triton.knobs.runtime.launch_enter_hook, "calls", [print])
+    elif change == "debug":
+        monkeypatch.setattr(triton.knobs.runtime, "debug", True)
+    launch = prepared()
+    for _ in range(2):
+        launch(1, (memory(), memory(), memory()), (1,))
+    assert seen == [0, 0] and gpu.current == 1
+
+
+def test_missing_hooks_are_an_unknown_interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert known_knobs() == triton_launch._KNOBS is not None
+    with monkeypatch.context() as patch:
+        patch.delattr(triton.knobs, "HookChain")
+        assert known_knobs() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(triton.knobs, "runtime", SimpleNamespace(launch_enter_hook=print, launch_exit_hook=print))
+        assert known_knobs() is None  # no debug
+        triton.knobs.runtime.debug = False
+        assert known_knobs() is None  # hooks without calls
 
 
 def test_counts_that_a_kernel_is_specialized_on_are_refused(gpu: Gpu) -> None:
@@ -211,6 +259,8 @@ def test_the_installed_triton_has_the_known_interface() -> None:
     assert is_known_run(functools.partial(launcher.__call__, None))
     assert not is_known_run(lambda grid, stream, *args: None)
     assert not is_known_run(lambda gridX, gridY, gridZ, stream, function: None)
+    assert not is_known_run(lambda: None)
+    assert not is_known_run(type)  # has no signature
     assert isinstance(triton.knobs.runtime.launch_enter_hook, triton.knobs.HookChain)
 
 
