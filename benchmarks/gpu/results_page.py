@@ -1,10 +1,12 @@
 """Writes what is known about GPUs: docs/gpu_results.md, the marked parts of README.md, and gpu_tables.md.
 
-    python benchmarks/gpu/results_page.py
+    python benchmarks/gpu/results_page.py           # writes all of them
+    python benchmarks/gpu/results_page.py FOLDER    # prints the page of the results in another folder
 
 evidence.py decides what the records say, results_tables.py has all their numbers. Measures nothing.
 """
 
+import argparse
 import re
 import sys
 import textwrap
@@ -16,7 +18,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
-from benchmarks.gpu.evidence import Cause, Decision, Evidence, Outcome, Run, Side, read  # noqa: E402
+from benchmarks.gpu.evidence import JOURNAL, Cause, Decision, Evidence, Outcome, Run, Side, read  # noqa: E402
 from benchmarks.gpu.journal import Verdict  # noqa: E402
 from benchmarks.gpu.results_tables import shown, table, tables  # noqa: E402
 
@@ -28,14 +30,20 @@ HEADLINE = ("graph + stash, optimizer", "graph + stash")
 PLAIN = "plain PyTorch"
 # Checks whose results are not shown any more if the other one has run.
 NEWER = {"environment": "ceilings", "trace": "qwen_4096"}
-MOST_ROWS = 8  # of a table of kernels, and of claims that were not run
+MOST_ROWS, MOST_NEVER = 4, 3  # of a table of kernels; of claims that were not run, which the tables below list too
+NEW_CODE = ("prepared launches", "RoPE kernels")  # ids of claims about code that may be newer than all results
+# What times of steps leave out; see [Note: stand-ins] and [Note: plain PyTorch].
+STAND_INS = (
+    "In all steps, the other ranks of the expert-parallel group are stand-ins on the same GPU: exchanges are device "
+    "copies, all-reduces cost nothing, and losses are meaningless"
+)
+PLAIN_HAS_LESS = "; plain PyTorch keeps bf16 states and moves no rows"
 NOT_TIMED = "Captured steps with the stash have not been timed yet."
 WRAP: Mapping[str, Any] = {"width": 148, "break_long_words": False, "break_on_hyphens": False}
-NUM_KERNELS = 8  # rows of the kernel table on the page
 
 HEAD = """# Results on a GPU
 
-Does it work on a GPU, how fast is it, and what is open? `benchmarks/gpu/results_page.py` writes this page from
+Does it work on a GPU, how fast, and what is open? `benchmarks/gpu/results_page.py` writes this page from
 [records](../benchmarks/results/checks.jsonl) and [causes](../benchmarks/results/gpu_evidence.yaml).
 [gpu_tables.md](../benchmarks/results/gpu_tables.md) has all numbers.
 """
@@ -44,17 +52,18 @@ RUN = """
 
     make gpu                         # call A (480 s), then call B (170 s)
     make gpu CALL=A                  # times of steps and kernels; CALL=B: what was open before
-    make gpu OUT=/tmp/results        # results in a different folder; this page is not changed
+    make gpu OUT=FOLDER              # results elsewhere; benchmarks/gpu/results_page.py FOLDER prints their page
 
-One GPU, Python 3.11 or newer, torch 2.11 or newer, Triton, NumPy, pytest, hypothesis and PyYAML are required, but no
+One GPU, Python >= 3.11, torch >= 2.11, Triton, NumPy, pytest, hypothesis and PyYAML are required, but no
 network and no installation. Targets are for an H200. Outside a git clone, set the variable COMMIT. Each result is
-written at once as a line of `checks.jsonl`, so that a killed run loses only what was being measured; `make gpu`
-continues it. `python3 benchmarks/gpu/run_all.py --dry-run --out FOLDER` runs small sizes, also on a CPU.
+written at once to `checks.jsonl`; `make gpu` continues a killed run. It skips checks that passed, failed or timed out
+on the same code: `benchmarks/gpu/run_all.py --only NAME` reruns one, `--list` shows all. `--dry-run --out FOLDER` runs
+small sizes, also on a CPU.
 """
 VERDICTS = """
 *Passed when rerun*: a check failed, the cause beside it was removed, and its tests were run again on the same GPU.
 *Modelled on a CPU*: the same code has this property on a CPU, where models and interpreters replace the device.
-Evidence is valid for its commit. Until the next run, CPUs test later changes.
+Evidence is of the commit named. CPUs test later changes.
 """
 TERMS = """
 *Pages* store the rows that the paged stash saves for backward. The *stash* copies rows to pages, the *restore* copies
@@ -69,6 +78,16 @@ def write_pages() -> None:
     TABLES.write_text(tables(RESULTS, evidence), encoding="utf-8")
     PAGE.write_text(page(evidence), encoding="utf-8")
     README.write_text(readme(README.read_text(encoding="utf-8"), evidence), encoding="utf-8")
+
+
+def parse_options() -> argparse.Namespace:
+    """Parses the command line of this program."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, help="print the page of this folder and write nothing")
+    options = parser.parse_args()
+    if options.folder is not None and not (options.folder / JOURNAL).exists():
+        parser.error(f"{options.folder} has no {JOURNAL}; give the folder of a run of make gpu OUT=FOLDER")
+    return options
 
 
 def page(evidence: Evidence) -> str:
@@ -119,7 +138,10 @@ def summary(evidence: Evidence, decisions: Sequence[Decision]) -> str:
 
 
 def _sentences_on_steps(evidence: Evidence) -> Iterator[str]:
-    """Yields the times of captured steps of the README's shapes, or that there are none and which steps were timed."""
+    """Yields the times of captured steps of the README's shapes, or that there are none and which steps were timed.
+
+    If any side was timed, the last sentence says what the times leave out.
+    """
     sides = evidence.sides()
     found = [side for shape in evidence.headlines if (side := headline(sides, shape))]
     for side in found:
@@ -132,6 +154,8 @@ def _sentences_on_steps(evidence: Evidence) -> Iterator[str]:
             timed = [side for side in sides if side.shape == shape and side.ms]
             times = ", ".join(f"{side.ms:.0f} ms ({side.name})" for side in timed)
             yield f"{timed[0].note or f'Steps of {shape}.'} A step took {times}."
+    if timed_sides := [side.name for side in sides if side.ms]:
+        yield f"{STAND_INS}{PLAIN_HAS_LESS if PLAIN in timed_sides else ''}."
 
 
 def headline(sides: Sequence[Side], shape: str) -> Side | None:
@@ -373,8 +397,8 @@ def _open(evidence: Evidence, decisions: Sequence[Decision]) -> Iterator[str]:
     items += [f"Not complete ({one.outcome.value.strip('*')}): {one.claim.claim}." for one in partly]
     items += [f"Not started: {side.shape}, {side.name}." for side in sides if side.is_skipped]
     items += [f"Not timed yet, captured and with the stash: {'; '.join(missing)}."] if missing else []
-    items += [f"Not run yet: {claim}." for claim in never[:MOST_ROWS]]
-    items += [f"Not run yet: {len(never) - MOST_ROWS} more, see below."] if len(never) > MOST_ROWS else []
+    items += [f"Not run yet: {claim}." for claim in never[:MOST_NEVER]]
+    items += [f"Not run yet: {len(never) - MOST_NEVER} more, see below."] if len(never) > MOST_NEVER else []
     yield "".join(f"- {item}\n" for item in items) if items else "Nothing that the checks cover.\n"
 
 
@@ -398,7 +422,12 @@ def _incomplete(evidence: Evidence) -> list[str]:
 
 
 def _claims(decisions: Sequence[Decision]) -> Iterator[str]:
-    yield f"\n## What works\n{VERDICTS}{TERMS}"
+    yield f"\n## What works\n{VERDICTS}"
+    never = {one.claim.id for one in decisions if one.outcome is Outcome.NOT_YET}
+    new = [name for name in NEW_CODE if name in never]
+    text = f"{' and '.join(new)} have not run on a GPU yet.\n"
+    yield f"{text[0].upper()}{text[1:]}" if new else ""
+    yield TERMS
     runs = dict.fromkeys(_place(one.run) for one in decisions if one.run)
     yield f"\nRuns: {'; '.join(sorted(runs))}.\n" if runs else ""
     for area in dict.fromkeys(one.claim.area for one in decisions):
@@ -430,5 +459,14 @@ def _reason(one: Decision, run: Run, cause: Cause) -> str:
     return f"{cause.seen or f'{run.verdict} at {run.commit[:8]}'}; {kind[cause.kind]}{fixed}: {cause.cause}"
 
 
+def main() -> None:
+    """Writes all three files, or prints the page of the folder on the command line."""
+    options = parse_options()
+    if options.folder is None:
+        write_pages()
+    else:
+        print(page(read(options.folder)), end="")
+
+
 if __name__ == "__main__":
-    write_pages()
+    main()

@@ -1,6 +1,7 @@
 """docs/gpu_results.md and the README's state of GPUs: what records and causes say about claims, and times of steps."""
 
 import json
+import sys
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,7 +24,7 @@ from benchmarks.gpu.evidence import (
 from benchmarks.gpu.journal import Verdict
 from benchmarks.gpu.protocol import INCOMPLETE
 from benchmarks.gpu.registry import CHECKS
-from benchmarks.gpu.results_page import PAGE, README, RESULTS, TABLES, page, readme
+from benchmarks.gpu.results_page import PAGE, PLAIN_HAS_LESS, README, RESULTS, STAND_INS, TABLES, main, page, readme
 from benchmarks.gpu.results_tables import tables
 from tests.structure.measure import ROOT
 
@@ -241,8 +242,45 @@ def test_times_of_steps_are_on_the_page_and_in_the_readme(tmp_path: Path) -> Non
     assert "|  | static | out of memory (predicted 150 GiB) |" in text
     assert "|  | static | failed: TritonError: a / b |" in text
     assert "| Qwen3-30B-A3B, short: time of the stash | 0.5 | <= 0.4 | **no** |" in text
-    assert "device was busy for 70.0 of 74.0 ms" in text and "| `copy_kernel_7` | 7 | 8,993 | 700 |  |" in text
-    assert "copy_kernel_8" not in text and "copy_kernel_29" in tables(tmp_path, found)
+    assert "device was busy for 70.0 of 74.0 ms" in text and "| `copy_kernel_3` | 3 | 8,997 | 300 |  |" in text
+    assert "copy_kernel_4" not in text and "copy_kernel_29" in tables(tmp_path, found)
+
+
+def test_the_page_and_the_readme_say_once_that_other_ranks_are_stand_ins(tmp_path: Path) -> None:
+    eager = evidence(tmp_path, [lines_of("qwen_short", "passed", side("eager", SHAPES["qwen_short"], 417.0))])
+    assert readme_of(eager).count(f"{STAND_INS}.") == one_line(page(eager)).count(f"{STAND_INS}.") == 1
+    both = evidence(tmp_path, run_of_call_a(), shapes=[SHAPES["qwen_short"], SHAPES["stack48"]])
+    sentence = f"{STAND_INS}{PLAIN_HAS_LESS}."
+    assert readme_of(both).count(sentence) == one_line(page(both)).count(sentence) == 1
+    assert "stand-ins" not in page(evidence(tmp_path, [passed("small")]))
+
+
+def one_line(text: str) -> str:
+    return " ".join(text.replace("\n> ", " ").split())
+
+
+def readme_of(found: Evidence) -> str:
+    names = ("status", "throughput", "libraries")
+    return one_line(readme("".join(f"<!-- gpu:{name} --><!-- /gpu:{name} -->" for name in names), found))
+
+
+def test_code_that_no_gpu_has_run_is_named_until_one_has(tmp_path: Path) -> None:
+    assert "\nPrepared launches and RoPE kernels have not run on a GPU yet.\n" in page(read(RESULTS))
+    heads = "tests/gpu/test_kernels_against_reference.py::test_normalized_and_rotated_heads[1]"
+    (tmp_path / JOURNAL).write_text(lines_of("kernels", "passed", {"side": heads, "outcome": "passed"}, status=0))
+    assert "\nPrepared launches have not run on a GPU yet.\n" in page(read(tmp_path))
+
+
+def test_the_page_of_another_folder_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["results_page.py", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        main()
+    assert "has no checks.jsonl" in capsys.readouterr().err
+    (tmp_path / JOURNAL).write_text("".join(run_of_call_a()))
+    main()
+    assert capsys.readouterr().out == page(read(tmp_path)) and [*tmp_path.iterdir()] == [tmp_path / JOURNAL]
 
 
 def test_what_failed_is_listed_as_open(tmp_path: Path) -> None:
