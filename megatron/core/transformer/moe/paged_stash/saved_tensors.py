@@ -467,19 +467,19 @@ def changed_in_place(shape: torch.Size, *, found: int, expected: int) -> str:
 class VersionOf:
     """Tracks a tensor's version without its memory, through an empty alias that shares the version counter."""
 
-    __slots__ = ("_alias", "_shape", "_version")
+    __slots__ = ("_alias", "_shape", "_expected")
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._alias = snapshot.tensor.detach()
-        self._shape, self._version = snapshot.tensor.shape, snapshot.version
+        self._shape, self._expected = snapshot.tensor.shape, snapshot.version
         # set_() would be counted as a change of the tensor itself.
         self._alias.data = snapshot.tensor.new_empty(0)
 
     def change(self) -> str | None:
         """Returns an error message if the tensor was changed in place since the snapshot, else None."""
-        if self._alias._version == self._version:
+        if self._alias._version == self._expected:
             return None
-        return changed_in_place(self._shape, found=self._alias._version, expected=self._version)
+        return changed_in_place(self._shape, found=self._alias._version, expected=self._expected)
 
 
 class SavedTensor:
