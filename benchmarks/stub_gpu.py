@@ -115,6 +115,7 @@ def stub_gpu() -> Iterator[Callable[[], int]]:
     with (
         # Launchers ask for the device of their tensors, and for its size.
         mock.patch.object(torch.Tensor, "get_device", lambda tensor: 0),
+        mock.patch.object(torch.accelerator, "device_index", lambda index: contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "get_device_properties", lambda device: properties),
         gpu_paths(),
         _launched_operators(),

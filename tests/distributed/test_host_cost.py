@@ -30,9 +30,9 @@ class Budget:
 
 
 BUDGETS = {
-    "dropless": Budget(calls=1050, launches=5),
-    "static": Budget(calls=1375, launches=15),
-    "stash": Budget(calls=2745, launches=22),
+    "dropless": Budget(calls=1020, launches=5),
+    "static": Budget(calls=1345, launches=15),
+    "stash": Budget(calls=2710, launches=22),
 }
 
 
