@@ -40,7 +40,7 @@ class Knobs(NamedTuple):
     """Triton's settings at run time, and the class of its chains of hooks."""
 
     runtime: Any
-    chain: type
+    chain: Any
 
 
 def known_knobs() -> Knobs | None:
