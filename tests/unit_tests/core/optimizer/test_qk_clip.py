@@ -9,7 +9,14 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer import attention_tiles
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
-from tests.unit_tests.core.models.small_models import LATENT, LLAMA_LIKE, loss_of, small_config, small_model
+from tests.unit_tests.core.models.small_models import (
+    LATENT,
+    LLAMA_LIKE,
+    loss_of,
+    small_batch,
+    small_config,
+    small_model,
+)
 from tests.unit_tests.core.optimizer.reference import wrap_and_build
 
 GROUPED = {"num_query_groups": 2, "add_qkv_bias": True, **LLAMA_LIKE}
@@ -171,3 +178,22 @@ def test_errors_name_the_fields():
     model.decoder.layers[1].self_attention.linear_qkv.weight.requires_grad_(False)
     with pytest.raises(ValueError, match="projection of shape .* is frozen"):
         wrap_and_build(model)
+
+
+@pytest.mark.parametrize(
+    "again", [{}, {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}]
+)
+def test_a_forward_without_gradients_leaves_the_scores_of_the_step(again):
+    found = []
+    for evaluates in (False, True):
+        model = clipping_model(**GROUPED, **again)
+        loss = loss_of(model)
+        if evaluates:
+            with torch.no_grad():
+                tokens, positions, _ = small_batch()
+                model(tokens.flip(0) // 2, positions, None)
+        loss.backward()
+        for layer in model.decoder.layers:
+            layer.self_attention.clip_qk()
+        found.append([param.detach().clone() for param in model.parameters()])
+    assert all(map(torch.equal, *found))
