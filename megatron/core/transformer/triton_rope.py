@@ -209,22 +209,28 @@ def _grads_of_rows(
             a, b = _load_pairs(rows, is_row, 0, half, IS_INTERLEAVED, ROWS, HALF)
             x_a, x_b = a.to(dtype), b.to(dtype)
             square = tl.sum(x_a * x_a + x_b * x_b, axis=1)
-            pull = tl.sum(grad_a * scale_a * x_a + grad_b * scale_b * x_b, axis=1)
             if REST > 0:
                 others = tl.load(rows[:, None] + 2 * half + column[None, :], mask=inside, other=0).to(dtype)
                 square += tl.sum(others * others, axis=1)
-                pull += tl.sum(grad_others * scale_others * others, axis=1)
-            inverse_rms = tl.rsqrt(square / width + eps)
-            # d x = r * (w g) - x * r^3 * mean(w g x)
-            pull = (pull * inverse_rms * inverse_rms * inverse_rms / width)[:, None]
-            inverse_rms = inverse_rms[:, None]
-            sum_a += grad_a * x_a * inverse_rms
-            sum_b += grad_b * x_b * inverse_rms
-            grad_a = grad_a * scale_a * inverse_rms - x_a * pull
-            grad_b = grad_b * scale_b * inverse_rms - x_b * pull
+            inverse_rms = tl.rsqrt(square / width + eps)[:, None]
+            # With n = r x: d x = r * (w g - n * mean(w g n)).
+            x_a *= inverse_rms
+            x_b *= inverse_rms
+            sum_a += grad_a * x_a
+            sum_b += grad_b * x_b
+            grad_a *= scale_a
+            grad_b *= scale_b
+            pull = tl.sum(grad_a * x_a + grad_b * x_b, axis=1)
             if REST > 0:
-                sum_others += grad_others * others * inverse_rms
-                grad_others = grad_others * scale_others * inverse_rms - others * pull
+                others *= inverse_rms
+                sum_others += grad_others * others
+                grad_others *= scale_others
+                pull += tl.sum(grad_others * others, axis=1)
+            pull = (pull / width)[:, None]
+            grad_a = (grad_a - x_a * pull) * inverse_rms
+            grad_b = (grad_b - x_b * pull) * inverse_rms
+            if REST > 0:
+                grad_others = (grad_others - others * pull) * inverse_rms
         _store_pairs(results, is_row, 0, half, grad_a, grad_b, IS_INTERLEAVED, ROWS, HALF)
         if REST > 0:
             place = results[:, None] + 2 * half + column[None, :]
