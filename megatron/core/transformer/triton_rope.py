@@ -194,10 +194,10 @@ def _grads_of_rows(
         row = tile * ROWS + tl.arange(0, ROWS)
         is_row = row < num_rows
         token, head = row // heads, row % heads
-        group, member = (head // heads_of_group).to(tl.int64), head % heads_of_group
+        group, member = head // heads_of_group, head % heads_of_group
         position, sample = (token // batch).to(tl.int64), (token % batch).to(tl.int64)
         given = grad + position * grad_seq_stride + sample * grad_batch_stride + head.to(tl.int64) * grad_head_stride
-        results = out + ((token.to(tl.int64) * groups + group) * parts + member) * width
+        results = out + ((token * groups + group) * parts + member).to(tl.int64) * width
         a, b = _load_pairs(given, is_row, 0, half, IS_INTERLEAVED, ROWS, HALF)
         c, s = _load_angles(cos, sin, position, is_row, half, HALF, True)
         grad_a, grad_b = a.to(dtype) * c - b.to(dtype) * s, b.to(dtype) * c + a.to(dtype) * s
@@ -205,7 +205,8 @@ def _grads_of_rows(
             inside = is_row[:, None] & (column < width - 2 * half)[None, :]
             grad_others = tl.load(given[:, None] + 2 * half + column[None, :], mask=inside, other=0).to(dtype)
         if weight is not None:
-            rows = x + position * seq_stride + sample * batch_stride + group * group_stride + member * head_stride
+            rows = x + position * seq_stride + sample * batch_stride
+            rows += group.to(tl.int64) * group_stride + member * head_stride
             a, b = _load_pairs(rows, is_row, 0, half, IS_INTERLEAVED, ROWS, HALF)
             x_a, x_b = a.to(dtype), b.to(dtype)
             square = tl.sum(x_a * x_a + x_b * x_b, axis=1)
