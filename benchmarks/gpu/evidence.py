@@ -22,7 +22,7 @@ TESTS_FAILED = 1  # pytest's exit status if all tests ran and some failed
 
 
 class Outcome(Enum):
-    """What the evidence says about a claim. The value is shown on the page."""
+    """The verdict on a claim. The page shows the value as it stands here."""
 
     PASSED = "passed"
     RERUN = "passed when rerun"
@@ -105,7 +105,10 @@ class Claim:
 
 @dataclass(frozen=True)
 class Rerun:
-    """What was run after a cause was removed, outside of the journal. ran: the tests. commit: "" if unknown."""
+    """A run by hand, which no journal contains, after the cause of a failure was removed.
+
+    ran: the tests that were run. commit: "" if unknown.
+    """
 
     verdict: str
     ran: str
@@ -192,10 +195,10 @@ class Side:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What one folder of results contains.
+    """The contents of one folder of results.
 
-    tests_of_unlisted_runs: by check, ids without parameters of the tests in runs that report only failed tests. Such a
-    run shows nothing about other tests. headlines: shapes of the README. numbers: titles by check, of checks whose
+    tests_of_unlisted_runs: by check, the tests (ids without parameters) of runs that list failed tests only. Such a run
+    is evidence for these tests alone. headlines: shapes of the README. numbers: by check, titles of checks whose
     numbers are on the page. measurements: other checks without a claim. on_gpu: runs that were not dry.
     """
 

@@ -49,7 +49,10 @@ class Task:
 
 @dataclass
 class Outcome:
-    """What a side has sent. error: why it ended early. skipped: why it was not started."""
+    """The lines that a side has sent so far.
+
+    error: why the side stopped before its end, or None. skipped: why it was never started, or None.
+    """
 
     lines: list[Line] = field(default_factory=list)
     error: str | None = None

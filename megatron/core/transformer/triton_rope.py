@@ -20,6 +20,7 @@ from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
+from megatron.core.transformer.norms import narrower
 
 # Channels that a program processes per iteration, 16 per thread.
 _TILE = 2048
@@ -361,9 +362,7 @@ def rotate_qkv(
     mixed_qkv, strides = _adjacent(mixed_qkv)
     seq, batch, groups, parts, width = mixed_qkv.shape
     queries, num_tokens = parts - gates - 2, seq * batch
-    dtype = mixed_qkv.dtype
-    if query_weight is not None and query_weight.itemsize < dtype.itemsize:
-        dtype = query_weight.dtype
+    dtype = mixed_qkv.dtype if query_weight is None else narrower(mixed_qkv.dtype, query_weight.dtype)
     query = mixed_qkv.new_empty((seq, batch, groups * queries, width), dtype=dtype)
     key = mixed_qkv.new_empty((seq, batch, groups, width), dtype=dtype)
     if num_tokens:
