@@ -145,9 +145,12 @@ def main() -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             server = os.getpid()
+            # Python discards signals that arrive while a process forks, so the child receives them after `run` is ready.
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             child = os.fork()
             if child == 0:
                 break
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
             _send(connection, pid=child)
             _send(connection, status=os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
         else:
@@ -187,6 +190,7 @@ def run(program: Program, log: Path) -> NoReturn:
     faulthandler.register(signal.SIGINT, all_threads=True, chain=True)
     sys.argv = [program.module, *program.arguments]
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
         importlib.import_module(program.module).main()
     except SystemExit as error:
         if isinstance(error.code, str):
