@@ -145,7 +145,7 @@ def main() -> None:
             sys.stdout.flush()
             sys.stderr.flush()
             server = os.getpid()
-            # Python discards signals that arrive while a process forks, so the child receives them after `run` is ready.
+            # Python discards signals that arrive during a fork, so the child receives them when `run` is ready.
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
             child = os.fork()
             if child == 0:
