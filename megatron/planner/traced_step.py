@@ -218,7 +218,7 @@ def traced_steps(
         # Also set on stages without experts, because all ranks exchange the same number of flags.
         steps.memory = _TracedMemory(static)
     steps.statistics = statistics = _NamedStatistics(dist.group.WORLD)
-    # The plan is for steps after the first, which also compares the masters with the model's parameters.
+    # Only the first step of a run compares masters with parameters. The plan is for the later steps.
     optimizer.reload_model_params()
     with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(note):
         yield TracedSteps(steps, optimizer, statistics)

@@ -82,8 +82,8 @@ def test_backward_kernels_have_the_kind_of_their_module() -> None:
 def test_an_update_moves_the_bytes_of_adam_and_of_the_gradient_norm() -> None:
     (stage,) = _plan("moe", {"moe-grouped-gemm": True}).stages
     moved = sum(kernel.num_bytes * count for kernel, count in stage.update.items())
-    # Reads gradient, master and moments, writes all but the gradient, then the 16-bit parameter; the norm reads the
-    # gradient too. A comparison of masters and parameters, which only the first step does, would add 30 bytes.
+    # Bytes per parameter: gradient (read), master and moments (read and written), the 16-bit parameter (written), and
+    # the gradient again, read by the norm. The first step's comparison of masters with parameters would add 30.
     assert moved / (stage.masters / 4) == pytest.approx(4 + 8 + 16 + 2 + 4, abs=0.5)
 
 
