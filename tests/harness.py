@@ -16,6 +16,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -247,10 +248,11 @@ def _rank_main(job: _Job, call: bytes, sender: Connection) -> None:
     _prepare_process(job)
     recorder = _recorder()
     outcome = RankOutcome(job.rank)
+    store = None
     try:
         fn, args = pickle.loads(call)
         if job.backend is not None:
-            _init_process_group(job, job.backend)
+            store = _init_process_group(job, job.backend)
         outcome.value = fn(*args)
     except BaseException as error:  # any error is reported to the parent
         error.add_note(f"rank {job.rank} of {job.world_size}:\n{traceback.format_exc()}")
@@ -261,7 +263,13 @@ def _rank_main(job: _Job, call: bytes, sender: Connection) -> None:
     if recorder is not None:
         recorder.finish()  # before the outcome is sent, since the parent kills ranks once it has all outcomes
     sender.send_bytes(_pickle(outcome))
+    if store is not None:
+        store.set(_key("ended", job.rank), "")
     if outcome.error is None and dist.is_initialized():
+        if store is not None:
+            # A rank that ends closes its sockets, to which other ranks may still connect while they build a group.
+            with suppress(dist.DistStoreError):
+                _wait_for_ranks(store, job, "ended", seconds=GRACE_SECONDS)
         dist.destroy_process_group()
     # A failed rank exits immediately. The other ranks notice its failure by the closed sockets.
     os._exit(0)
@@ -294,16 +302,25 @@ def _prepare_process(job: _Job) -> None:
     torch.manual_seed(SEED)
 
 
-def _init_process_group(job: _Job, backend: str) -> None:
+def _init_process_group(job: _Job, backend: str) -> dist.Store:
     if backend == "nccl":
         torch.cuda.set_device(job.rank)
     store = dist.FileStore(str(job.folder / "store"), job.world_size)
     dist.init_process_group(
         backend, store=store, rank=job.rank, world_size=job.world_size, timeout=timedelta(seconds=job.timeout + 60)
     )
-    # Otherwise a rank that ends immediately could close its sockets while other ranks still connect to it.
-    store.set(f"connected {job.rank}", "")
-    store.wait([f"connected {rank}" for rank in range(job.world_size)])
+    # Otherwise a rank that fails immediately could close its sockets while other ranks still connect to it.
+    store.set(_key("connected", job.rank), "")
+    _wait_for_ranks(store, job, "connected", seconds=job.timeout)
+    return store
+
+
+def _wait_for_ranks(store: dist.Store, job: _Job, state: str, *, seconds: float) -> None:
+    store.wait([_key(state, rank) for rank in range(job.world_size)], timedelta(seconds=seconds))
+
+
+def _key(state: str, rank: int) -> str:
+    return f"{state} {rank}"
 
 
 def _pickle(outcome: RankOutcome) -> bytes:

@@ -81,12 +81,14 @@ def judged(run: Callable[[], object], folder: Path) -> Verdict:
 def _process_state_restored() -> Iterator[None]:
     """Restores the process-wide state that a run changes."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    fills = torch.utils.deterministic.fill_uninitialized_memory
     with warnings.catch_warnings(), patch.dict(os.environ):
         warnings.simplefilter("ignore")
         try:
             yield
         finally:
             torch.use_deterministic_algorithms(False)
+            torch.utils.deterministic.fill_uninitialized_memory = fills
             for number, handler in handlers.items():
                 signal.signal(number, handler)
 

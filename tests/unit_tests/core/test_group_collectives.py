@@ -1,8 +1,5 @@
 """Results of collectives contain nothing that was not written, also if the other ranks do not exist."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,18 +11,9 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.tensor_parallel.mappings import all_to_all
 from megatron.core.transformer.moe.dispatch_alltoall import CollectiveTransport, exchange_counts
 from tests.unit_tests.core.fake_world import fake_world
+from tests.unit_tests.core.poisoned_memory import poisoned_memory
 
 RANKS = 4
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """Fills memory that torch.empty allocates with NaN, or with the largest integer."""
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def gathered(rows: Tensor) -> Tensor:

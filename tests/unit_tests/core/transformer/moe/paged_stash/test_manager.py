@@ -25,6 +25,7 @@ from megatron.core.transformer.moe.paged_stash import (
     paged_stash_reset,
 )
 from megatron.core.transformer.moe.paged_stash import manager as manager_module
+from tests.unit_tests.core.poisoned_memory import poisoned_memory
 from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import is_empty_sync
 
 C, LIVE, HIDDEN, LAYERS = 48, 30, 16, 3
@@ -74,9 +75,9 @@ class OwnExperts(nn.Module):
 def manager() -> Iterator[PagedStashManager]:
     """Creates a new default manager for each test, and makes torch fill new memory with NaN."""
     manager_module._default_manager.cache_clear()
-    torch.use_deterministic_algorithms(True)
-    yield PagedStashManager.get_instance()
-    torch.use_deterministic_algorithms(False)
+    with poisoned_memory():
+        assert torch.empty(2).isnan().all(), "memory is not poisoned"
+        yield PagedStashManager.get_instance()
     manager_module._default_manager.cache_clear()
 
 
