@@ -148,7 +148,9 @@ def commands_of_pages() -> list[tuple[list[str], int]]:
                 program, _, flags = line.partition("pretrain_gpt.py ")
                 if "--model " in flags and not program.startswith("examples/"):
                     gpus = re.search(r"--nproc-per-node (\d+)|--world-size (\d+)", line)
-                    found.append((with_made_up_data(shlex.split(flags)), int(gpus[1] or gpus[2]) if gpus else 1))
+                    found.append(
+                        (with_made_up_data(shlex.split(flags, comments=True)), int(gpus[1] or gpus[2]) if gpus else 1)
+                    )
     return found
 
 
