@@ -128,6 +128,21 @@ def test_a_new_field_may_be_in_the_head_alone_and_is_compared_once_both_have_it(
     assert "logged only in base: grad_norm" in _verdict_after(tmp_path / "lost", _drop("grad_norm")).text
 
 
+def test_a_new_entry_may_be_saved_by_the_head_alone_and_is_compared_once_both_have_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    log = {"lm_loss": [(1, "5.0")]}
+
+    def verdict(before: dict[str, str], after: dict[str, str]) -> Verdict:
+        return judging.compare(judging.Left(log, before), judging.Left(log, after))
+
+    assert "saved only in head: order" in verdict({"weight": "a"}, {"weight": "a", "order": "b"}).text
+    monkeypatch.setattr(judging, "NEW_ENTRIES", {"order", "weight"})
+    assert verdict({"weight": "a"}, {"weight": "a", "order": "b"}).is_same
+    assert "checkpoint differs: weight" in verdict({"weight": "a"}, {"weight": "c", "order": "b"}).text
+    assert "saved only in base: weight" in verdict({"weight": "a"}, {"order": "b"}).text
+
+
 def test_a_failing_rank_is_named_with_its_own_error(tmp_path: Path) -> None:
     base, head = _write(tmp_path / "base", _lines()), _write(tmp_path / "head", _lines(), codes=[[0, 0], [1, 1]])
     (head / "rank0.txt").write_text("step 1\nRemoteRankError: rank 1 failed\n")
