@@ -25,6 +25,7 @@ from enum import Enum
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from megatron.core.tensor_parallel.random import remembered
@@ -165,7 +166,8 @@ class RouterReplay:
             return self._targets_of(scores)
         _, indices = choose(scores)
         if action is RouterReplayAction.RECORD:
-            self.record_indices(indices)
+            # A copy, because the script may change what it has recorded before backward.
+            self.record_indices(indices.clone())
         return indices
 
     def _targets_of(self, scores: Tensor) -> Tensor:
@@ -178,7 +180,8 @@ class RouterReplay:
                 f"the target indices cover {len(self.target_topk_idx)} tokens: must cover the {len(scores)} tokens "
                 "that this router routes"
             )
-        return self.target_topk_idx.to(scores.device, dtype=scores.new_empty(0).long().dtype)
+        # A copy, because the script may write the targets of the next micro-batch to the same tensor before backward.
+        return self.target_topk_idx.to(scores.device, dtype=torch.int64, copy=True)
 
 
 @cache
