@@ -125,6 +125,93 @@ def _route_part(logits: Tensor, kind: str) -> float:
     return router.aux_losses.take_totals()[CONTEXT_LOSSES[kind]][0].item()
 
 
+# Numbers of tokens, of 4 positions, of each sequence on each context-parallel rank, by micro-batch; whether losses are
+# summed over tokens.
+PARTS: dict[str, tuple[list[list[list[int]]], bool]] = {
+    "whole": ([[[4, 4], [4, 4], [4, 4]]], False),
+    "ends masked": ([[[4, 4], [4, 3], [1, 0]]], False),
+    "ends masked, per token": ([[[4, 4], [4, 3], [1, 0]]], True),
+    "one rank": ([[[0, 0], [3, 1], [0, 0]], [[4, 4], [0, 0], [0, 0]]], False),
+    "one rank, per token": ([[[0, 0], [3, 1], [0, 0]], [[4, 4], [0, 0], [0, 0]]], True),
+    "an empty sequence": ([[[4, 0], [2, 0], [1, 0]], [[1, 2], [4, 1], [0, 3]]], False),
+    "an empty micro-batch": ([[[1, 4], [2, 2], [4, 0]], [[0, 0], [0, 0], [0, 0]], [[2, 0], [1, 1], [0, 3]]], False),
+    "an empty micro-batch, per token": ([[[0, 0], [0, 0], [0, 0]], [[2, 0], [1, 1], [0, 3]]], True),
+    "one token": ([[[0, 0], [0, 1], [0, 0]], [[4, 4], [4, 4], [4, 4]]], False),
+    "three to all": ([[[1, 0], [0, 1], [1, 0]], [[4, 4], [4, 4], [4, 4]], [[0, 2], [3, 0], [1, 1]]], True),
+}
+ALL_LOSSES = {
+    "load_balancing_loss": 0.3,
+    "seq_load_balancing_loss": 0.5,
+    "global_load_balancing_loss": 0.7,
+    "z_loss": 0.2,
+}
+
+
+def _parts_config(per_token: bool) -> Any:
+    fields: dict[str, Any] = {
+        "moe_router_load_balancing_type": ["aux_loss", "seq_aux_loss", "global_aux_loss"],
+        "moe_aux_loss_coeff": [*ALL_LOSSES.values()][:3],
+        "moe_z_loss_coeff": ALL_LOSSES["z_loss"],
+        "calculate_per_token_loss": per_token,
+    }
+    return small_config(**LLAMA_LIKE, num_moe_experts=EXPERTS, params_dtype=torch.float64, **fields)
+
+
+def _part_logits(name: str) -> Tensor:
+    """Returns the logits of all micro-batches and ranks: [M, R, 4, 2, E], fp64."""
+    generator = torch.Generator().manual_seed(len(name))
+    return torch.randn(len(PARTS[name][0]), RANKS, 4, 2, EXPERTS, dtype=torch.float64, generator=generator)
+
+
+def test_context_parallel_ranks_with_unequal_tokens_have_the_losses_of_whole_sequences() -> None:
+    ranks = run_on_ranks(_route_parts, RANKS)
+    for name, (microbatches, per_token) in PARTS.items():
+        config, totals, sums = _parts_config(per_token), [0] * EXPERTS, dict.fromkeys(ALL_LOSSES, 0.0)
+        found = [rank[name] for rank in ranks]
+        for number, lengths in enumerate(microbatches):
+            logits = _part_logits(name)[number].requires_grad_()
+            sequences = [torch.cat([logits[r, : lengths[r][b], b] for r in range(RANKS)]) for b in range(2)]
+            sequences = [one for one in sequences if len(one)]
+            losses = dict.fromkeys(ALL_LOSSES, logits.sum() * 0)
+            if sequences:
+                probs, counts = naive.shares(torch.cat(sequences), config)
+                totals = [one + other for one, other in zip(totals, counts, strict=True)]
+                alone = [naive.balancing_loss(*naive.shares(one, config), config) for one in sequences]
+                whole = naive.balancing_loss(probs, counts, config), sum(alone) / len(alone)
+                z_loss = torch.cat(sequences).logsumexp(1).square().mean()
+                losses = dict(zip(losses, (*whole, naive.balancing_loss(probs, totals, config), z_loss), strict=True))
+            sums = {loss: value + losses[loss].item() for loss, value in sums.items()}
+            factor = sum(map(len, sequences)) if per_token else 1
+            (grad,) = torch.autograd.grad(
+                factor * sum(ALL_LOSSES[loss] * value for loss, value in losses.items()), logits
+            )
+            for rank, (grads, _, _) in enumerate(found):
+                # Gradients are averaged over the ranks, or summed with per-token loss.
+                own = grads[number] / (1 if per_token else RANKS)
+                torch.testing.assert_close(own, grad[rank], rtol=1e-11, atol=1e-14, msg=name)
+        for loss, value in sums.items():
+            total, count = sum(of_rank[loss] for _, of_rank, _ in found).tolist()
+            assert total / count == pytest.approx(value / len(microbatches), rel=1e-6), (name, loss)
+        assert sum(loads for _, _, loads in found)[0].tolist() == totals
+
+
+def _route_parts() -> dict[str, tuple[list[Tensor], dict[str, Tensor], Tensor]]:
+    """Returns this rank's gradients of each micro-batch, recorded losses and loads, by the names of PARTS."""
+    world, rank, found = dist.group.WORLD, dist.get_rank(), {}
+    groups = ProcessGroupCollection(cp=world, tp_cp=world, tp_dp_cp=world)
+    for name, (microbatches, per_token) in PARTS.items():
+        router, rows, outputs = TopKRouter(_parts_config(per_token), groups), [], []
+        for logits, lengths in zip(_part_logits(name)[:, rank], microbatches, strict=True):
+            rows.append(logits.clone().requires_grad_())
+            mask = torch.arange(4).unsqueeze(1) >= torch.tensor(lengths[rank])
+            outputs.append(router.routing(rows[-1], mask).weights)
+        for weights in reversed(outputs):
+            (weights * 0).sum().backward()
+        grads = [one.grad for one in rows]
+        found[name] = grads, router.aux_losses.take_totals(), router.aux_losses.tokens_per_expert
+    return found
+
+
 def _global_config() -> Any:
     return _balanced_config("global_aux_loss")
 

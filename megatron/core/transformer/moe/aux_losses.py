@@ -214,7 +214,11 @@ def switch_load_balancing_loss_func(
         require_defaults("switch_load_balancing_loss_func", _NOT_FUSED, fused=(fused, False))
     if padding_mask is not None:
         probs = probs.masked_fill(padding_mask.reshape(-1, 1), 0)
-    factor = num_experts * moe_aux_loss_coeff / (topk * total_num_tokens * total_num_tokens)
+    denominator = topk * total_num_tokens * total_num_tokens
+    if isinstance(denominator, Tensor):
+        # A number divided by an integer tensor would be fp32 in fp64 models too.
+        denominator = denominator.to(probs.dtype)
+    factor = num_experts * moe_aux_loss_coeff / denominator
     return (probs.sum(dim=0) * tokens_per_expert).sum() * factor
 
 

@@ -73,6 +73,33 @@ def test_losses_and_gradients_are_those_of_the_formula(fields: dict[str, Any]) -
         assert count == loss.numel() and total_loss == pytest.approx(loss.sum().item(), rel=1e-9)
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_losses_of_unequal_micro_batches_are_sums_over_tokens(per_token: bool) -> None:
+    """Weights of 1, of a few tokens, of none, and fractions."""
+    model = build(calculate_per_token_loss=per_token)
+    reference = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(2)
+    weights = [(torch.rand(2, SEQ, generator=generator) < share).float() for share in (1.0, 0.1, 0.0)]
+    weights.append(torch.rand(2, SEQ, generator=generator))
+    sums, counts = [0.0, 0.0], [0.0, 0.0]
+    for mask in weights:
+        # The loss of the next token is left out.
+        (run(model, loss_mask=mask) * 0).sum().backward()
+        expected = []
+        for depth, losses in enumerate(losses_written_out(reference)[1], 1):
+            total, count = (losses * mask[:, depth:]).sum(), mask[:, depth:].sum()
+            sums[depth - 1] += total.item()
+            counts[depth - 1] += count.item()
+            expected.append(FACTOR / 2 * total / (1 if per_token else count.clamp(min=1)))
+        torch.stack(expected).sum().backward()
+    recorded = model.aux_losses.take_totals()
+    for depth, (total, count) in enumerate(zip(sums, counts, strict=True), 1):
+        assert recorded[f"mtp_{depth} loss"].tolist() == pytest.approx([total, count], rel=1e-6)
+    found = gradients(model)
+    for name, grad in gradients(reference).items():
+        torch.testing.assert_close(found[name], grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
 @pytest.mark.parametrize(("layers_before", "again"), [(2, []), (1, [3]), (0, [3, 4])])
 def test_layers_that_are_recomputed_as_a_block_are_first_those_before(layers_before: int, again: list[int]) -> None:
     fields = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2}

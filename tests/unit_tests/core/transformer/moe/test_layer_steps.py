@@ -261,6 +261,82 @@ def test_losses_and_loads_leave_padding_out(lengths: list[int] | None) -> None:
         router.routing(logits, mask[:3, 0])
 
 
+COEFFICIENTS = {
+    "load_balancing_loss": 0.3,
+    "seq_load_balancing_loss": 0.5,
+    "global_load_balancing_loss": 0.7,
+    "z_loss": 0.2,
+}
+PER_TOKEN = {"calculate_per_token_loss": True}
+SIGMOID = {"moe_router_score_function": "sigmoid"}
+# Numbers of tokens of each sequence, of S positions, by micro-batch; and fields of the configuration.
+UNEVEN: dict[str, tuple[list[list[int]], dict[str, Any]]] = {
+    "24 to 3": ([[5, 5], [1, 2]], {}),
+    "3 to 24": ([[2, 1], [5, 5]], {}),
+    "four micro-batches": ([[5, 1], [2, 2], [1, 5], [3, 4]], SIGMOID),
+    "one token each": ([[1, 1], [1, 1], [1, 1]], {"moe_router_pre_softmax": True}),
+    "an empty sequence": ([[5, 0], [0, 3]], {}),
+    "an empty micro-batch first": ([[0, 0], [4, 1]], SIGMOID),
+    "an empty micro-batch between": ([[3, 5], [0, 0], [5, 2]], {}),
+    "per token": ([[5, 5], [1, 2]], PER_TOKEN),
+    "per token, empty parts": ([[0, 4], [0, 0], [1, 0]], {**PER_TOKEN, **SIGMOID}),
+    "bias": ([[2, 5], [4, 0]], {**SIGMOID, "moe_router_enable_expert_bias": True}),
+    "sqrtsoftplus, per token": ([[1, 0], [5, 4]], {**PER_TOKEN, "moe_router_score_function": "sqrtsoftplus"}),
+    "one expert": ([[4, 3], [1, 0]], {"moe_router_topk": 1, "moe_router_pre_softmax": True}),
+    "three experts": ([[5, 2], [0, 1]], {"moe_router_topk": 3}),
+}
+
+
+def naive_losses(sequences: list[Tensor], totals: list[int], config: Any) -> dict[str, Tensor]:
+    """Returns the losses of a micro-batch in plain formulas, and adds its counts to `totals`.
+
+    sequences: the logits of the real tokens of each sequence with any, [T, E], fp64.
+    """
+    if not sequences:
+        return dict.fromkeys(COEFFICIENTS, torch.zeros((), dtype=torch.float64))
+    probs, counts = naive.shares(torch.cat(sequences), config)
+    totals[:] = [one + other for one, other in zip(totals, counts, strict=True)]
+    of_sequences = [naive.balancing_loss(*naive.shares(one, config), config) for one in sequences]
+    losses = (
+        naive.balancing_loss(probs, counts, config),
+        sum(of_sequences) / len(sequences),
+        naive.balancing_loss(probs, totals, config),
+        torch.cat(sequences).logsumexp(1).square().mean(),
+    )
+    return dict(zip(COEFFICIENTS, losses, strict=True))
+
+
+@pytest.mark.parametrize("name", UNEVEN)
+def test_losses_of_unequal_micro_batches_are_ratios_of_sums(name: str) -> None:
+    """Micro-batches of padding alone add zero to the recorded sums and are counted."""
+    microbatches, fields = UNEVEN[name]
+    config = small_config(
+        **{"num_moe_experts": EXPERTS, **LLAMA_LIKE, **LOSSES, "params_dtype": torch.float64, **fields}
+    )
+    router, outputs, expected = TopKRouter(config), [], []
+    totals, sums, rows = [0] * EXPERTS, dict.fromkeys(COEFFICIENTS, 0.0), []
+    for number, lengths in enumerate(microbatches):
+        generator = torch.Generator().manual_seed(number)
+        logits = torch.randn(S, B, EXPERTS, dtype=torch.float64, generator=generator).requires_grad_()
+        mask = torch.arange(S).unsqueeze(1) >= torch.tensor(lengths)
+        rows.append(logits)
+        outputs.append(router.routing(logits, mask).weights)
+        losses = naive_losses([logits[:n, b] for b, n in enumerate(lengths) if n], totals, config)
+        sums = {loss: value + losses[loss].item() for loss, value in sums.items()}
+        # With per-token loss the main loss is a sum over tokens, and so are the terms of routers.
+        factor = sum(lengths) if config.calculate_per_token_loss else 1
+        total = factor * sum(COEFFICIENTS[loss] * value for loss, value in losses.items()) + logits.sum() * 0
+        expected.append(torch.autograd.grad(total, logits)[0])
+    for weights in reversed(outputs):
+        (weights * 0).sum().backward()
+    for logits, grad in zip(rows, expected, strict=True):
+        torch.testing.assert_close(logits.grad, grad, rtol=1e-12, atol=1e-14)
+    recorded = router.aux_losses.take_totals()
+    for loss, value in sums.items():
+        assert recorded[loss].tolist() == [pytest.approx(value, rel=1e-6), len(microbatches)], loss
+    assert router.aux_losses.tokens_per_expert[0].tolist() == totals
+
+
 def test_a_layer_gives_its_mask_to_the_router() -> None:
     layer = moe_layer(grouped=True, moe_aux_loss_coeff=0.1)
     mask = torch.zeros(B, S, dtype=torch.bool)
