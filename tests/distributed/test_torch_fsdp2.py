@@ -26,6 +26,7 @@ from megatron.core.distributed.torch_fsdp2_shards import find_units, repeated_la
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.param_attributes import mark_expert, mark_partial_gradient, param_facts
+from megatron.core.transformer.module import convert_module_to_dtype_except_fp32_marked, mark_keep_in_fp32
 from tests.counts import soak_only
 from tests.distributed.fsdp2_runs import (
     DETERMINISTIC,
@@ -208,6 +209,69 @@ def _converted() -> None:
 
 def test_b27_converted_shards_keep_hooks_and_marks_and_an_optimizer_of_before_is_told() -> None:
     run_on_ranks(_converted, 2)
+
+
+class Scaled(nn.Module):
+    """A unit of its own whose parameter and buffer stay fp32 in a bf16 model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = mark_keep_in_fp32(nn.Parameter(torch.full((4,), 1 + 2**-12)))
+        self.register_buffer("count", mark_keep_in_fp32(torch.full((), 257.0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [*, 4], bf16. Returns the same shape, fp32."""
+        return x * self.scale
+
+
+def _scaled_net(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(3)
+    return convert_module_to_dtype_except_fp32_marked(nn.Sequential(nn.Linear(4, 4), Scaled()), dtype)
+
+
+def _gradients_after(cast: Callable[[nn.Module], nn.Module]) -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    wrapped = cast(wrap_net(_scaled_net(torch.bfloat16)))
+    wrapped.zero_grad_buffer()
+    wrapped(torch.full((2, 4), 1 + dist.get_rank(), dtype=torch.bfloat16)).square().sum().backward()
+    wrapped.finish_grad_sync()
+    buffers = [(name, value, value) for name, value in wrapped.named_buffers()]
+    full = [(name, p.full_tensor(), p.grad.full_tensor()) for name, p in wrapped.named_parameters()]
+    return [*full, *buffers]
+
+
+CASTS: list[Callable[[nn.Module], nn.Module]] = [
+    lambda wrapped: wrapped,
+    lambda wrapped: wrapped.bfloat16(),
+    lambda wrapped: wrapped.to(torch.bfloat16).to("cpu"),
+    lambda wrapped: wrapped.float().bfloat16(),
+    lambda wrapped: nn.Sequential(wrapped).bfloat16()[0],
+]
+
+
+def _casts_of_wrapped_models() -> None:
+    # The gradients of the scale, in fp64 from rounded inputs and outputs of the linear layer.
+    linear, scaled = _scaled_net(torch.bfloat16)
+    inputs = [torch.full((2, 4), 1 + rank, dtype=torch.bfloat16) for rank in range(dist.get_world_size())]
+    hidden = [linear(x).detach().double() for x in inputs]
+    expected = sum((2 * h * h * (1 + 2**-12)).sum(0) for h in hidden) / len(hidden)
+    for cast in CASTS:
+        found = {name.removeprefix("module."): (value, grad) for name, value, grad in _gradients_after(cast)}
+        assert all(value.dtype == torch.float32 for value, _ in found.values())
+        assert torch.equal(found["1.scale"][0], scaled.scale) and found["1.count"][0] == 257
+        assert torch.equal(found["0.weight"][0], linear.weight.float())
+        torch.testing.assert_close(found["1.scale"][1].double(), expected, rtol=1e-6, atol=0)
+    for dtype, cast_to, message in (
+        (torch.bfloat16, torch.float16, "0.weight is cast to torch.float16 after .* computes in torch.bfloat16"),
+        (torch.float32, torch.bfloat16, "0.weight would be torch.bfloat16, 1.scale would be torch.float32"),
+    ):
+        wrapped = wrap_net(_scaled_net(dtype))
+        with pytest.raises(ValueError, match=f"{message}.*: cast the module before"):
+            wrapped.to(cast_to)
+        assert {param.dtype for param in wrapped.parameters()} == {torch.float32}
+
+
+def test_casts_of_a_wrapped_16_bit_model_leave_its_shards_and_marked_tensors_in_fp32() -> None:
+    run_on_ranks(_casts_of_wrapped_models, 2)
 
 
 def _stepped(in_hooks: bool) -> list[float]:

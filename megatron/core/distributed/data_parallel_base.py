@@ -32,6 +32,7 @@ from megatron.core.distributed.layout import FlatBuffer
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.tensor_parallel.kept_dtypes import KeepsDtypes
 from megatron.core.tensor_parallel.param_attributes import is_wrapped
 from megatron.core.utils import ModelWrapper
 
@@ -47,7 +48,7 @@ class WrapperOrder(Protocol):
     def step(self) -> None: ...
 
 
-class _BaseDataParallel(ModelWrapper):
+class _BaseDataParallel(ModelWrapper, KeepsDtypes):
     """Base class of wrappers that reduce a module's gradients over data-parallel ranks.
 
     A step consists of `zero_grad_buffer`, forward and backward of each microbatch, `finish_grad_sync`, the optimizer's

@@ -70,6 +70,7 @@ from megatron.core.distributed.torch_fsdp2_state import (
 from megatron.core.logical_tensors import canonical_name
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.tensor_parallel.kept_dtypes import dtype_after_cast, mark_keep_in_fp32
 
 
 @dataclass(frozen=True)
@@ -267,8 +268,11 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         """Converts shards in place for `.to(dtype)` and similar calls, and preserves their hooks and attributes.
 
-        The optimizer must be built afterwards.
+        The optimizer must be built afterwards. fp32 shards of 16-bit parameters stay fp32. Raises ValueError for casts
+        that must precede the wrapping: to the other 16-bit dtype, and if a unit's parameters would differ in dtype.
         """
+        for buffer in self._flat_buffers:
+            _check_cast(fn, buffer)
         params = [slot.param for buffer in self._flat_buffers for slot in buffer.slots]
         hooks = {param: param._post_accumulate_grad_hooks for param in params}
         frozen = [shard for _, shard in self._frozen]
@@ -323,6 +327,8 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             for shard in shards_of(as_fsdp(unit.module)):
                 name, marks, hooks = owners[shard.owner]
                 vars(shard.param).update(marks)
+                if unit.dtype_of_half is not None and shard.param.requires_grad:
+                    mark_keep_in_fp32(shard.param)
                 if hooks:
                     shard.param._post_accumulate_grad_hooks = hooks
                 (trained if shard.param.requires_grad else self._frozen).append((name, shard))
@@ -437,6 +443,24 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             hook_runner=hook_runner,
             units=units,
             find_change=self._wrapped.find_problem,
+        )
+
+
+def _check_cast(fn: Callable[[torch.Tensor], torch.Tensor], buffer: ShardedFlatBuffer) -> None:
+    dtypes: dict[torch.dtype, str] = {}
+    for slot in buffer.slots:
+        cast = fn(torch.empty(0, dtype=slot.param.dtype, device=slot.param.device)).dtype
+        dtypes.setdefault(dtype_after_cast(slot.param, cast), slot.name)
+        if cast.itemsize < 4 and buffer.model_dtype.itemsize < 4 and cast != buffer.model_dtype:
+            raise ValueError(
+                f"{slot.name} is cast to {cast} after it was wrapped, and its module computes in {buffer.model_dtype}: "
+                "cast the module before TorchFullyShardedDataParallel wraps it"
+            )
+    if len(dtypes) > 1:
+        found = ", ".join(f"{name} would be {dtype}" for dtype, name in dtypes.items())
+        raise ValueError(
+            f"parameters that are sharded together would differ in dtype, because some keep a dtype of their own "
+            f"({found}): cast the module before TorchFullyShardedDataParallel wraps it"
         )
 
 

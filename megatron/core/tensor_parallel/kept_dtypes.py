@@ -33,10 +33,13 @@ def kept_dtype(tensor: Tensor) -> torch.dtype | None:
 
 def cast_unless_kept(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Casts a floating-point tensor, any shape, to `dtype` or to its mark, whichever is more precise."""
+    return tensor.to(dtype_after_cast(tensor, dtype)) if tensor.is_floating_point() else tensor
+
+
+def dtype_after_cast(tensor: Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Returns the dtype of a parameter or buffer, any shape, after a cast of its model to `dtype`."""
     kept = kept_dtype(tensor)
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.to(dtype if kept is None else torch.promote_types(kept, dtype))
+    return dtype if kept is None else _wider(kept, dtype)
 
 
 class KeepsDtypes(nn.Module):
@@ -56,16 +59,37 @@ class KeepsDtypes(nn.Module):
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *args: Any) -> None:
         marks = {name: kept_dtype(tensor) for name, tensor in _own_tensors(self)}
+        # Otherwise values are copied, and the destination keeps its dtype.
         if local_metadata.get("assign_to_params_buffers", False):
-            # Otherwise values are copied, and the destination keeps its dtype.
-            for name, kept in marks.items():
-                given = state_dict.get(prefix + name)
-                if kept is not None and isinstance(given, Tensor):
-                    state_dict[prefix + name] = given.to(torch.promote_types(kept, given.dtype))
+            for inner, module in self.named_modules(prefix=prefix.removesuffix("."), remove_duplicate=False):
+                for name, tensor in _own_tensors(module):
+                    key = f"{inner}.{name}" if inner else name
+                    if kept_dtype(tensor) is not None and isinstance(state_dict.get(key), Tensor):
+                        state_dict[key] = _as_kept(tensor, state_dict[key])
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *args)
         for name, loaded in _own_tensors(self):
             if (kept := marks.get(name)) is not None:
                 vars(loaded).update(kept_dtype=kept)
+
+
+def _as_kept(tensor: Tensor, given: Tensor) -> Tensor:
+    """Returns `given` as a replacement of a marked parameter or buffer of the same shape, with the mark."""
+    kept = vars(tensor)["kept_dtype"]
+    given = given.to(_wider(kept, given.dtype))
+    if not isinstance(given, nn.Parameter):
+        # A new object, because the mark must not be on a tensor of the caller.
+        is_param = isinstance(tensor, nn.Parameter)
+        given = nn.Parameter(given.detach(), tensor.requires_grad) if is_param else given.detach()
+    vars(given).update(kept_dtype=kept)
+    return given
+
+
+def _wider(kept: torch.dtype, dtype: torch.dtype) -> torch.dtype:
+    """Returns the narrowest dtype with the precision of both."""
+    # torch does not promote 8-bit floats.
+    if dtype.is_floating_point and dtype.itemsize == 1:
+        return kept
+    return dtype if kept.is_floating_point and kept.itemsize == 1 else torch.promote_types(kept, dtype)
 
 
 def _own_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -89,7 +113,7 @@ class _Keeping:
         if kept is None:
             return converted
         # nn.Module.type() also converts integers.
-        dtype = torch.promote_types(kept, converted.dtype) if kept.is_floating_point else kept
+        dtype = _wider(kept, converted.dtype) if kept.is_floating_point else kept
         if dtype != converted.dtype:
             # From the values before the conversion, which has rounded them.
             converted = tensor.to(converted.device, dtype)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from megatron.core.device import default_device
 from megatron.core.tensor_parallel.copies import CopiedWithGroups
-from megatron.core.tensor_parallel.kept_dtypes import cast_unless_kept
+from megatron.core.tensor_parallel.kept_dtypes import KeepsDtypes, cast_unless_kept
 from megatron.core.tensor_parallel.kept_dtypes import mark_keep_in_fp32 as mark_keep_in_fp32  # at its path in Megatron
 from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -159,7 +159,7 @@ def is_expert_layer(module: nn.Module) -> bool:
     return isinstance(module, MegatronModule) and module.has_experts
 
 
-class Float16Module(ModelWrapper):
+class Float16Module(ModelWrapper, KeepsDtypes):
     """Runs a model in bf16 or fp16. Casts parameters once, and casts inputs to half precision and outputs to fp32."""
 
     def __init__(self, config: TransformerConfig, module: nn.Module, *, post_process: bool = True) -> None:

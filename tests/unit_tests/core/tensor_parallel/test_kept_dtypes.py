@@ -8,16 +8,20 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 from megatron.core.models.gpt import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.kept_dtypes import KeepsDtypes, kept_dtype
 from megatron.core.transformer.module import (
     Float16Module,
+    MegatronModule,
     convert_module_to_dtype_except_fp32_marked,
     mark_keep_in_fp32,
 )
 from megatron.core.utils import ModelWrapper
 from tests.unit_tests.core.models.small_models import small_batch, small_config, small_model
+from tests.unit_tests.core.optimizer.reference import wrap
 
 STEPS, RATE = 600, 1e-3
 
@@ -49,6 +53,33 @@ def on_meta_and_back(model: nn.Module) -> nn.Module:
     return model
 
 
+def copied_layers(model: GPTModel) -> GPTModel:
+    model.decoder.layers = copy.deepcopy(model.decoder.layers)
+    for number, layer in enumerate(model.decoder.layers, 1):
+        layer.mlp.router.report_to(model.aux_losses, layer_number=number)
+    return model
+
+
+def in_ddp(model: GPTModel, **half: bool) -> nn.Module:
+    return wrap(Float16Module(small_config(**half), model), pg_collection=ProcessGroupCollection())
+
+
+def cast_with(setting: str, model: GPTModel) -> GPTModel:
+    """Casts a model while torch replaces parameters in another way than by default."""
+    change = getattr(torch.__future__, f"set_{setting}_module_params_on_conversion")
+    change(True)
+    try:
+        return model.bfloat16()
+    finally:
+        change(False)
+
+
+def loaded_through(wrapper: nn.Module) -> nn.Module:
+    """Assigns a state dict in half precision to a wrapper, then casts it."""
+    wrapper.load_state_dict({name: value.half() for name, value in wrapper.state_dict().items()}, assign=True)
+    return wrapper.half()
+
+
 CASTS: dict[str, Callable[[GPTModel], nn.Module]] = {
     "bfloat16()": lambda model: model.bfloat16(),
     "half()": lambda model: model.half(),
@@ -68,6 +99,15 @@ CASTS: dict[str, Callable[[GPTModel], nn.Module]] = {
     "assigned state, then cast": lambda model: assigned(model).bfloat16(),
     "meta, then cast": lambda model: on_meta_and_back(model).bfloat16(),
     "cast, then meta": lambda model: on_meta_and_back(model.bfloat16()),
+    "apply(half)": lambda model: model.apply(lambda module: module.half()),
+    "parameters swapped": lambda model: cast_with("swap", model),
+    "parameters overwritten": lambda model: cast_with("overwrite", model),
+    "cast of an average": lambda model: AveragedModel(model, use_buffers=True).bfloat16().module,
+    "cast of copied layers": lambda model: copied_layers(model).bfloat16(),
+    "fp16 Float16Module in DDP": lambda model: in_ddp(model, fp16=True).module.module,
+    "bf16 Float16Module in DDP, copied": lambda model: copy.deepcopy(in_ddp(model, bf16=True).module).module,
+    "state assigned to a wrapper": lambda model: loaded_through(ModelWrapper(model)).module,
+    "wrapper of a wrapper": lambda model: ModelWrapper(nn.Sequential(ModelWrapper(model))).bfloat16().module[0].module,
 }
 
 
@@ -146,3 +186,64 @@ def test_an_assigned_state_cannot_narrow_a_marked_buffer() -> None:
     bias = model.decoder.layers[0].mlp.router.expert_bias
     assert (bias.dtype, kept_dtype(bias)) == (torch.float32, torch.float32)
     assert model.embedding.word_embeddings.weight.dtype == torch.bfloat16
+
+
+class Foreign(nn.Module):
+    """A model of other code with a scale and a count of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = mark_keep_in_fp32(nn.Parameter(torch.full((4,), 1 + 2**-12)))
+        self.register_buffer("count", mark_keep_in_fp32(torch.zeros(())))
+
+
+class Holder(MegatronModule):
+    def __init__(self) -> None:
+        super().__init__(small_config(bf16=True))
+        self.foreign = Foreign()
+
+
+def assigned_parameters(model: Holder) -> Holder:
+    model.load_state_dict({name: value.bfloat16() for name, value in model.state_dict().items()}, assign=True)
+    return model
+
+
+FOREIGN: dict[str, Callable[[], nn.Module]] = {
+    "Float16Module": lambda: Float16Module(small_config(bf16=True), Foreign()).bfloat16(),
+    "Float16Module, half": lambda: Float16Module(small_config(fp16=True), Foreign()).half(),
+    "DDP": lambda: wrap(Foreign(), pg_collection=ProcessGroupCollection()).bfloat16(),
+    "DDP of Float16Module": lambda: wrap(
+        Float16Module(small_config(bf16=True), Foreign()), pg_collection=ProcessGroupCollection()
+    ).to(torch.bfloat16),
+    "convert": lambda: convert_module_to_dtype_except_fp32_marked(Foreign(), torch.float16),
+    "inside a layer": lambda: Holder().bfloat16(),
+    "inside a copied layer": lambda: copy.deepcopy(Holder()).half(),
+    "copy of a cast layer": lambda: copy.deepcopy(Holder().bfloat16()).bfloat16(),
+    "copy of a wrapped layer": lambda: copy.deepcopy(Float16Module(small_config(bf16=True), Holder())).bfloat16(),
+    "list of layers, copied": lambda: copy.deepcopy(nn.ModuleList([Holder()])).bfloat16(),
+    "8 bits": lambda: Holder().to(torch.float8_e4m3fn),
+    "8 bits by convert": lambda: convert_module_to_dtype_except_fp32_marked(Foreign(), torch.float8_e5m2),
+    "float and half in turns": lambda: Holder().half().float().bfloat16().half(),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_marks_of_foreign_modules_hold_in_every_wrapper_and_copy(name: str) -> None:
+    model = FOREIGN[name]()
+    (foreign,) = (module for module in model.modules() if isinstance(module, Foreign))
+    assert foreign.linear.weight.dtype.itemsize < 4
+    for _ in range(STEPS):  # bf16 counts stop at 256
+        foreign.count += 1
+    assert foreign.count.item() == STEPS
+    with torch.no_grad():
+        for _ in range(STEPS):
+            foreign.scale += 2**-14
+    assert foreign.scale.double().tolist() == [1 + 2**-12 + STEPS * 2**-14] * 4
+
+
+def test_an_assigned_state_cannot_narrow_a_marked_parameter() -> None:
+    model = assigned_parameters(Holder())
+    assert model.foreign.scale.dtype == kept_dtype(model.foreign.scale) == torch.float32
+    assert model.foreign.linear.weight.dtype == torch.bfloat16
+    assert model.bfloat16().foreign.scale.dtype == torch.float32
