@@ -172,7 +172,7 @@ class ContextParallelAttention:
             ),
             segments=segments_of_samples(packed_seq_params, batch=query.shape[1], seq_length=seq_length),
             window=None if core.window is None else core.window[0],
-            largest=core.largest_logits if core.training else None,
+            largest=core.record_of_forward(),
             first_head=first_head,
         )
         sink = core.sink(query, first_head=first_head)

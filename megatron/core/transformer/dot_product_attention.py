@@ -44,6 +44,7 @@ from megatron.core.tensor_parallel.copies import CopiedWithGroups
 from megatron.core.tensor_parallel.largest_logits import LargestLogits
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight, split_piece, split_size
 from megatron.core.tensor_parallel.param_attributes import set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel.random import is_recomputing
 from megatron.core.transformer.attention_tiles import (
     MIN_ROWS,
     Tile,
@@ -156,8 +157,8 @@ class DotProductAttention(CopiedWithGroups, Drawing):
                 "attention_bias must be None, because DotProductAttention does not support a bias on scores"
             )
         options: dict[str, Any] = {"mask": attention_mask, "mask_type": attn_mask_type or self.attn_mask_type}
-        if self.largest_logits is not None and self.training and torch.is_grad_enabled():
-            self._note_logits(query, key, **options, packed=packed_seq_params, first_head=first_head)
+        if self.largest_logits is not None and (record := self.record_of_forward()) is not None:
+            self._note_logits(record, query, key=key, **options, packed=packed_seq_params, first_head=first_head)
         options |= {"packed": packed_seq_params, "sink": self.sink(query, first_head=first_head)}
         key_width, value_width = key.shape[-1], value.shape[-1]
         if not self.needs_one_width or key_width == value_width:
@@ -204,11 +205,21 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         # A view, which flattens without a copy if the kernel keeps the memory order of the query, as on CPUs.
         return context.permute(2, 0, 1, 3)
 
+    def record_of_forward(self) -> LargestLogits | None:
+        """Returns the record of largest scores for a forward that starts now.
+
+        None if nothing is recorded: in evaluation, without gradients, and if an earlier run of the forward recorded
+        them.
+        """
+        is_recorded = self.training and torch.is_grad_enabled() and not is_recomputing()
+        return self.largest_logits if is_recorded else None
+
     def _note_logits(
         self,
+        record: LargestLogits,
         query: Tensor,
-        key: Tensor,
         *,
+        key: Tensor,
         mask: Tensor | None,
         mask_type: AttnMaskType,
         packed: PackedSeqParams | None,
@@ -218,7 +229,6 @@ class DotProductAttention(CopiedWithGroups, Drawing):
 
         Recomputes scores block by block, because the kernels do not return them.
         """
-        assert self.largest_logits is not None
         (seq_length, batch), is_causal = query.shape[:2], mask is None and mask_type is AttnMaskType.causal
         first, last = None, 0 if is_causal else None
         if self.window is not None:
@@ -236,7 +246,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
                     tile=Tile(segment, segment, first, last),
                     allowed=None if mask is None else ~mask,
                 )
-                self.largest_logits.note(scores, scale=self.softmax_scale, first_head=first_head)
+                record.note(scores, scale=self.softmax_scale, first_head=first_head)
 
     def sink(self, query: Tensor, *, first_head: int = 0) -> Tensor | None:
         """Returns the sink logits for the heads of query: [S, B, N, D], any float dtype.

@@ -6,9 +6,12 @@ import pytest
 import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel.random import CheckpointFunction, checkpoint
 from megatron.core.transformer import attention_tiles
+from megatron.core.transformer.context_parallel_attention import ContextParallelAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.tiled_attention import Alone
 from tests.unit_tests.core.models.small_models import (
     LATENT,
     LLAMA_LIKE,
@@ -197,3 +200,38 @@ def test_a_forward_without_gradients_leaves_the_scores_of_the_step(again):
             layer.self_attention.clip_qk()
         found.append([param.detach().clone() for param in model.parameters()])
     assert all(map(torch.equal, *found))
+
+
+def in_ring(core, query, key, value):
+    """Runs the core as the ring of a single context-parallel rank."""
+    config = small_config(log_max_attention_logit=True, num_query_groups=2)
+    ring = ContextParallelAttention(config, exchange=lambda group, seq_length: Alone(seq_length), group=None)
+    return ring(core, query, key, value)
+
+
+@pytest.mark.parametrize("run", [lambda core, *inputs: core(*inputs), in_ring], ids=["core", "ring"])
+@pytest.mark.parametrize("again", [checkpoint, CheckpointFunction.apply], ids=["checkpoint", "reentrant"])
+def test_each_forward_records_its_scores_once(run, again):
+    """Two forwards, one under no_grad between; a reentrant checkpoint records in its second run."""
+    core = DotProductAttention(small_config(log_max_attention_logit=True, num_query_groups=2), layer_number=1)
+    generator = torch.Generator().manual_seed(3)
+
+    def inputs(factor):
+        query, key, value = (torch.randn(16, 2, heads, 8, generator=generator) for heads in (4, 2, 2))
+        return (query * factor).requires_grad_(), key, value
+
+    first, between, second = inputs(3), inputs(9), inputs(1)
+    causal = torch.ones(16, 16, dtype=torch.bool).tril()
+    largest = [plain_largest(query, key, causal, core.softmax_scale) for query, key, _ in (first, between, second)]
+    outputs = [again(lambda *given: run(core, *given), False, *first)]
+    with torch.no_grad():
+        run(core, *between)
+    outputs.append(again(lambda *given: run(core, *given), False, *second))
+    of_forwards = core.largest_logits.on(torch.device("cpu")).clone()
+    core.largest_logits.reset()
+    for output in reversed(outputs):
+        output.sum().backward()
+    of_backwards = core.largest_logits.on(torch.device("cpu"))
+    recorded, nothing = (of_forwards, of_backwards) if again is checkpoint else (of_backwards, of_forwards)
+    torch.testing.assert_close(recorded.float(), torch.maximum(largest[0], largest[2]))
+    assert nothing.isneginf().all()
