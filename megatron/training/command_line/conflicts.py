@@ -138,6 +138,7 @@ def _module_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     modules = set(graph_modules(args))
     has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     of_experts = sorted(modules & OF_EXPERTS)
+    recomputes_experts = args.moe_layer_recompute or "moe" in (args.recompute_modules or ())
     return [
         (
             "cuda_graph_modules",
@@ -171,6 +172,12 @@ def _module_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
             "recompute_granularity",
             args.recompute_granularity == "full",
             "whole layers, including their graphs, would be recomputed in backward; choose selective",
+        ),
+        (
+            "recompute_modules",
+            recomputes_experts and modules & {"moe_router", "moe_preprocess", "experts"},
+            "expert layers, including their graphs, would be recomputed in backward; capture moe instead of its "
+            "parts, or recompute other modules",
         ),
         (
             "record_routing",

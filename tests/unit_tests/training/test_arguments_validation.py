@@ -212,6 +212,11 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             "",
             ["--recompute-granularity is full", "choose selective"],
         ),
+        (
+            LOCAL + "attn moe_router --num-experts 2 --recompute-granularity selective --recompute-modules moe",
+            "",
+            ["--recompute-modules is moe and --cuda-graph-impl is local", "capture moe instead of its parts"],
+        ),
         ("--start-weight-decay 0.1", "", ["--start-weight-decay is 0.1", "--weight-decay-incr-style is constant"]),
         ("--tensor-model-parallel-size 2", "", ["world size is 1", "--tensor-model-parallel-size x", "(2)"]),
         ("--expert-model-parallel-size 3", "", ["world size is 1", "x --expert-model-parallel-size x", "(3)"]),
