@@ -331,12 +331,16 @@ class AuxLossRecorder(LossRecorder, KeepsDtypes):
             self.register_buffer(name, mark_kept_dtype(buffer), persistent=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns the state for copies, in which routers are not registered."""
+        """Returns the state for deep copies and pickles, in which routers are not registered."""
         return {**vars(self), "_routers": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._routers = weakref.WeakValueDictionary()
+        # The tracker would otherwise count the losses of the original twice.
+        self.forget_losses()
+        self.recorded_names = set()
+        default_tracker().watch(self)
 
     # Into backward
 

@@ -1,5 +1,6 @@
 """Losses of all layers under Megatron's names, as read and logged by scripts."""
 
+import copy
 import gc
 from collections.abc import Iterator
 from unittest.mock import Mock
@@ -43,6 +44,20 @@ def test_losses_of_routers_and_saved_ones_are_in_the_tracker_until_cleared() -> 
     assert all((entry["values"] == 0).all() for entry in moe_utils.get_moe_layer_wise_logging_tracker().values())
     with pytest.raises(ValueError, match="layer_number is 4: must be between 1 and num_layers .3"):
         moe_utils.save_to_aux_losses_tracker("own_loss", torch.tensor(3.0), 4, 3)
+
+
+def test_a_copy_of_a_model_is_tracked_and_has_recorded_nothing() -> None:
+    model = model_with_losses()
+    loss_of(model)
+    expected = model.aux_losses.sums[0].clone()
+    twin = copy.deepcopy(model)
+    assert torch.equal(moe_utils.get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"], expected)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(0.125))
+    assert model.aux_losses.backward_scale.item() == twin.aux_losses.backward_scale.item() == 0.125
+    loss_of(twin)
+    both = moe_utils.get_moe_layer_wise_logging_tracker()["load_balancing_loss"]["values"]
+    torch.testing.assert_close(both, 2 * expected)
+    assert twin.bfloat16().aux_losses.sums.dtype == torch.float32
 
 
 @pytest.mark.parametrize(("freq", "count"), [(None, 2), (2, 1), ([0, 1], 1)])
