@@ -5,7 +5,7 @@ number of tokens.
 """
 
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol, TypeVar, cast, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,12 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_ra
 from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.utils import unwrap_model
 
+_Kind = TypeVar("_Kind")
+
 
 @runtime_checkable
 class FinalizesStep(Protocol):
-    """A model that updates additional state once per step, such as the expert biases of its routers."""
+    """A module that updates additional state once per step, such as the expert biases of its routers."""
 
     def finalize_step(self, group: dist.ProcessGroup | None) -> None:
         """Updates the state; called after gradients are reduced, even if the optimizer skips the step.
@@ -34,7 +36,7 @@ class FinalizesStep(Protocol):
 
 @runtime_checkable
 class NotesUpdates(Protocol):
-    """A model that notices training loops which never call its finalize_step."""
+    """A module that notices training loops which never call its finalize_step."""
 
     def note_update(self, optimizer: object) -> None:
         """Records that an optimizer has updated the parameters."""
@@ -48,7 +50,7 @@ def finalize_model_grads(
     pg_collection: ProcessGroupCollection | None = None,
     force_all_reduce: bool = False,
 ) -> None:
-    """Completes the gradients of all chunks and calls the models' finalize_step. Collective.
+    """Completes the gradients of all chunks and ends the step of their models. Collective.
 
     Gradients are first reduced over data-parallel groups. num_tokens: None without calculate_per_token_loss, where
     gradients are averaged over ranks. With calculate_per_token_loss, the number of tokens in the losses that this rank
@@ -90,12 +92,24 @@ def complete_model_grads(
 
 
 def end_model_step(chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection) -> None:
-    """Calls finalize_step of models that define it. Collective."""
+    """Calls finalize_step of each model, or of the modules in it that define one, such as routers. Collective."""
     for chunk in chunks:
-        inner = unwrap_model(chunk)
-        if isinstance(inner, FinalizesStep):
+        for module in outermost(unwrap_model(chunk), FinalizesStep):
             # Tensor-parallel ranks are included, because each router processes a part of the sequence.
-            inner.finalize_step(groups.tp_dp_cp or chunk.pg_collection.dp_cp)
+            module.finalize_step(groups.tp_dp_cp or chunk.pg_collection.dp_cp)
+
+
+def outermost(module: nn.Module, kind: type[_Kind]) -> list[_Kind]:
+    """Returns the module if its class is of this kind, else the outermost modules in it that are, each once."""
+    found, waiting = dict[_Kind, None](), [module]
+    while waiting:
+        one = waiting.pop()
+        # By class, because isinstance with a protocol also looks up its attributes, which costs 20 us for each module.
+        if issubclass(type(one), kind):
+            found[cast(_Kind, one)] = None
+        else:
+            waiting.extend(one.children())
+    return list(found)
 
 
 def _check_num_tokens(

@@ -23,7 +23,7 @@ from megatron.core.config_field import require_defaults
 from megatron.core.device import OffloadedMemory
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedState, ShardedTensor, flatten, range_tensors
-from megatron.core.distributed.finalize_model_grads import NotesUpdates
+from megatron.core.distributed.finalize_model_grads import NotesUpdates, outermost
 from megatron.core.distributed.grad_hooks import ReleasedBucket, RunState
 from megatron.core.distributed.layout import Span
 from megatron.core.logical_tensors import LogicalPiece
@@ -737,8 +737,8 @@ class MegatronOptimizer:
         self._writes.note()
         for chunk in self._model_chunks:
             chunk.note_update()
-            if isinstance(inner := unwrap_model(chunk), NotesUpdates):
-                inner.note_update(self)
+            for module in outermost(unwrap_model(chunk), NotesUpdates):
+                module.note_update(self)
 
     def _step_counts(self) -> list[torch.Tensor]:
         # One counter for each range of a rule that counts steps; all counters have the same value.

@@ -24,7 +24,6 @@ global-batch loss. The group passed to `finalize_step`: all ranks that process d
 """
 
 import functools
-import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -440,12 +439,7 @@ class AuxLossRecorder(LossRecorder, KeepsDtypes):
             return
         if id(optimizer) in self._updated_by:
             self._has_warned = True
-            warnings.warn(
-                f"{type(optimizer).__name__} has updated parameters twice without the end of a step: routing biases "
-                "and the loss of the global batch (global_aux_loss) require model.finalize_step(None) after each "
-                "step's last backward, or finalize_model_grads([model]) with several ranks; see docs/library.md",
-                stacklevel=2,
-            )
+            default_tracker().warn_of_missing_end(optimizer)
         self._updated_by.add(id(optimizer))
 
     def _is_updated_by(self, optimizer: object) -> bool:

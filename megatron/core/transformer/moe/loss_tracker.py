@@ -5,6 +5,7 @@ registers with default_tracker(), which reads it on request. Losses saved by cus
 functions in moe_utils.py are thin wrappers.
 """
 
+import warnings
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
@@ -71,6 +72,7 @@ class AuxLossTracker:
         self.scale: Tensor | None = None
         self._recorders: weakref.WeakSet[Any] = weakref.WeakSet()
         self._saved: dict[str, TrackedLoss] = {}
+        self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose loops were told to end their steps
 
     def watch(self, recorder: LossRecorder) -> None:
         """Registers a recorder, without keeping it alive."""
@@ -89,6 +91,19 @@ class AuxLossTracker:
         """Tells all recorders that a torch optimizer has stepped."""
         for recorder in self._recorders:
             recorder.note_update(optimizer)
+
+    def warn_of_missing_end(self, optimizer: object) -> None:
+        """Warns that the loop of an optimizer never ends its steps, once for all recorders of its models."""
+        if optimizer in self._told:
+            return
+        self._told.add(optimizer)
+        warnings.warn(
+            f"{type(optimizer).__name__} has updated parameters twice without the end of a step: routing biases "
+            "and the loss of the global batch (global_aux_loss) require model.finalize_step(None) after each step's "
+            "last backward (for a router outside of a GPTModel: router.aux_losses.finalize_step(None)), or "
+            "finalize_model_grads([model]) with several ranks; see docs/library.md",
+            stacklevel=2,
+        )
 
     def save(
         self,

@@ -2,19 +2,25 @@
 
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from megatron.core.distributed import finalize_model_grads
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.graphs.tape import TapeGraphs
+from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_batch, small_config, small_model
 from tests.unit_tests.core.optimizer.reference import wrap
+from tests.unit_tests.core.transformer.moe.small_experts import moe_layer
 
 ROOT = Path(__file__).resolve().parents[4]
 EXPERTS = {
@@ -134,8 +140,234 @@ def test_a_model_beside_another_one_and_frozen_routers_are_told_nothing() -> Non
         torch_loop(adapters, ends=False)
 
 
+class Loads:
+    """Counts the choices of routers from their inputs, and computes their biases after each step in plain Python."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.routers = [module for module in model.modules() if isinstance(module, TopKRouter)]
+        self.counts = [[0] * router.num_experts for router in self.routers]
+        self.biases = [[0.0] * router.num_experts for router in self.routers]
+        for number, router in enumerate(self.routers):
+            router.register_forward_pre_hook(self._counter(number))
+
+    def _counter(self, number: int) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
+        def count(router: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            if not router.training or not torch.is_grad_enabled():
+                return
+            scores = (inputs[0].detach().reshape(-1, inputs[0].shape[-1]) @ router.weight.detach().t()).sigmoid()
+            for row in scores.double().tolist():
+                biased = [score + bias for score, bias in zip(row, self.biases[number], strict=True)]
+                for expert in sorted(range(len(row)), key=lambda expert: -biased[expert])[: router.topk]:
+                    self.counts[number][expert] += 1
+
+        return count
+
+    def end_step(self) -> None:
+        for counts, bias in zip(self.counts, self.biases, strict=True):
+            mean = sum(counts) / len(counts)
+            for expert, found in enumerate(counts):
+                bias[expert] += 1e-3 * ((found < mean) - (found > mean))
+                counts[expert] = 0
+
+    def check(self) -> None:
+        assert any(any(bias) for bias in self.biases)
+        for router, bias in zip(self.routers, self.biases, strict=True):
+            assert router.expert_bias.tolist() == pytest.approx(bias, abs=1e-7)
+
+
+class Layers(nn.Module):
+    """A custom model of expert layers without finalize_step, whose routers have a recorder each or share one."""
+
+    def __init__(self, *, depth: int = 2, share: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        fields = {name: BIASED[name] for name in BIASED if name not in ("num_moe_experts", "moe_grouped_gemm")}
+        self.blocks = nn.ModuleList(
+            nn.ModuleDict({"norm": nn.LayerNorm(32), "experts": moe_layer(grouped=True, **fields)})
+            for _ in range(depth)
+        )
+        if share:
+            self.last = self.blocks[-1].experts.router
+            self.last.set_layer_number(depth)
+            for number, block in enumerate(self.blocks[:-1], 1):
+                block.experts.router.report_to(self.last.aux_losses, layer_number=number)
+
+    def forward(self, step: int) -> Tensor:
+        hidden = torch.randn(6, 3, 32, generator=torch.Generator().manual_seed(step))
+        for block in self.blocks:
+            hidden = hidden + block.experts(block.norm(hidden))[0]
+        return hidden.square().mean()
+
+
+class Around(nn.Module):
+    """A custom model with GPTModels inside."""
+
+    def __init__(self, *, count: int = 1) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({str(number): build(BIASED) for number in range(count)})
+        self.again = self.parts["0"]
+
+    def forward(self, step: int) -> Tensor:
+        tokens, positions, labels = small_batch()
+        losses = [part(tokens.roll(step, 1), positions, None, labels=labels) for part in self.parts.values()]
+        return torch.stack(losses).mean()
+
+
+CUSTOM: dict[str, Callable[[], nn.Module]] = {
+    "layers": Layers,
+    "three layers": lambda: Layers(depth=3),
+    "a shared recorder": lambda: Layers(share=True),
+    "a model inside": Around,
+    "two models inside": lambda: Around(count=2),
+    "layers and a model": lambda: nn.ModuleList([Layers(), Around()]),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adam": {},
+    "sharded": {"use_distributed_optimizer": True},
+    "muon": {"optimizer": "muon"},
+}
+
+
+def loss_of_step(model: nn.Module, wrapped: nn.Module, step: int) -> Tensor:
+    losses = [part(step) for part in model] if isinstance(model, nn.ModuleList) else [wrapped(step)]
+    return torch.stack(losses).sum()
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("name", CUSTOM)
+def test_finalize_model_grads_ends_the_steps_of_custom_models(name: str, settings: str) -> None:
+    """No part of a custom model's class knows of routers. Two micro-batches a step, and an evaluation in between."""
+    model = CUSTOM[name]()
+    loads = Loads(model)
+    sharded = {name: value for name, value in SETTINGS[settings].items() if name == "use_distributed_optimizer"}
+    wrapped = wrap(model, overlap=sharded)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2, **SETTINGS[settings]), [wrapped])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for step in range(3):
+            optimizer.zero_grad()
+            for number in range(2):
+                loss_of_step(model, wrapped, 2 * step + number).backward()
+            finalize_model_grads([wrapped])
+            optimizer.step()
+            loads.end_step()
+            with torch.no_grad():
+                loss_of_step(model, wrapped, 9)
+    loads.check()
+
+
+@pytest.mark.parametrize("kind", ["torch", "megatron"])
+@pytest.mark.parametrize("name", CUSTOM)
+def test_a_loop_of_a_custom_model_is_told_once_for_all_its_routers(name: str, kind: str) -> None:
+    model = CUSTOM[name]()
+    wrapped: Any = model if kind == "torch" else wrap(model)
+    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    if kind == "megatron":
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-3), [wrapped])
+    with pytest.warns(UserWarning, match=r"router\.aux_losses\.finalize_step\(None\)") as told:
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of_step(model, wrapped, step).backward()
+            if kind == "megatron":
+                wrapped.finish_grad_sync()
+            optimizer.step()
+    assert len(told) == 1
+
+
+def blocks_of(page: str) -> list[str]:
+    """Returns the Python code of a page, block by block."""
+    return re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(encoding="utf-8"), re.DOTALL)
+
+
+def test_the_loop_of_the_library_page_moves_the_bias() -> None:
+    code = blocks_of("library.md")[0]
+    changes = {
+        "moe_aux_loss_coeff=0.01": 'moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True',
+        "range(50)": "range(3)",
+        "optimizer = torch": "loads = Loads(model)\noptimizer = torch",
+        "    optimizer.zero_grad()": "    optimizer.zero_grad()\n    loads.end_step()",
+    }
+    for old, new in changes.items():
+        assert code.count(old) == 1
+        code = code.replace(old, new)
+    names: dict[str, Any] = {"Loads": Loads}
+    exec(code, names)
+    names["loads"].check()
+
+
+def test_the_loop_of_the_page_of_data_parallelism_moves_the_bias() -> None:
+    model = Layers()
+    loads, optimizer = Loads(model), torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        for param in model.parameters():
+            param.grad = param.main_grad
+        optimizer.step()
+        loads.end_step()
+
+    names = {
+        "DistributedDataParallel": DistributedDataParallel,
+        "DistributedDataParallelConfig": DistributedDataParallelConfig,
+        "ModelParallelConfig": ModelParallelConfig,
+        "finalize_model_grads": finalize_model_grads,
+        "module": model,
+        "data": [[0, 1], [2, 3, 4], [5]],
+        "loss_of": lambda ddp, batch: ddp(batch),
+        "step": step,
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        exec(blocks_of("data_parallel.md")[0], names)
+    loads.check()
+
+
+@pytest.mark.parametrize("warmup", [1, 9], ids=["captured", "eager"])
+def test_the_loop_of_the_page_of_graphs_moves_the_bias(warmup: int) -> None:
+    """Replays run no hooks, so the loads of all steps are counted in a second model that repeats the loop eagerly."""
+    capacity = {"moe_expert_capacity_factor": 2.0, "moe_pad_expert_input_to_capacity": True}
+
+    def run(num_eager: int, count: bool) -> tuple[GPTModel, Loads | None]:
+        config = small_config(**BIASED, **capacity, deterministic_mode=True)
+        model = small_model(config, share_embeddings_and_output_weights=False)
+        loads = Loads(model) if count else None
+        wrapped = wrap(model, deterministic_mode=True)
+        optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2), [wrapped])
+        config.grad_scale_func = optimizer.scale_loss
+
+        def forward_step(batches: Iterator[Any], chunk: nn.Module) -> Any:
+            tokens, positions, labels = next(batches)
+            losses = chunk(tokens, positions, None, labels=labels)
+            return losses, lambda values: (values.mean(), {"loss": values.mean().detach()})
+
+        (block,) = blocks_of("cuda_graphs.md")
+        block = block.replace("warmup_steps=3", f"warmup_steps={num_eager}, device=TapeGraphs()")
+        if count:
+            block = block.replace("    optimizer.step()", "    optimizer.step()\n    loads.end_step()")
+        names = {
+            "TapeGraphs": TapeGraphs,
+            "chunks": [wrapped],
+            "steps": 4,
+            "forward_step": forward_step,
+            "batches": repeat(small_batch()),
+            "seq_length": 16,
+            "micro_batch_size": 2,
+            "optimizer": optimizer,
+            "loads": loads,
+        }
+        exec(block, names)
+        assert names["passes"].num_graphs == (num_eager < 4)  # type: ignore[attr-defined]
+        return model, loads
+
+    expected, loads = run(9, True)
+    assert loads is not None
+    loads.check()
+    found, _ = run(warmup, False)
+    for (name, value), same in zip(found.state_dict().items(), expected.state_dict().values(), strict=True):
+        assert torch.equal(value, same), name
+
+
 def test_the_replay_loop_of_the_page_of_experts_runs() -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "moe.md").read_text(encoding="utf-8"), re.DOTALL)
+    (block,) = blocks_of("moe.md")
     again = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     found = []
     for fields in ({}, again):
