@@ -102,18 +102,45 @@ ROUTERS: dict[str, Flags] = {
     "softmax before the choice of all": {"moe-router-pre-softmax": True, "moe-router-topk": 4},
     "groups": {"moe-router-num-groups": 2, "moe-router-group-topk": 1, "moe-router-score-function": "sigmoid"},
     "top 3 of sigmoid": {"moe-router-score-function": "sigmoid", "moe-router-topk": 3},
+    "all of sqrtsoftplus": {"moe-router-score-function": "sqrtsoftplus", "moe-router-topk": 4},
+    "groups, sqrtsoftplus, bias": {
+        "moe-router-num-groups": 2,
+        "moe-router-group-topk": 1,
+        "moe-router-score-function": "sqrtsoftplus",
+        "moe-router-enable-expert-bias": True,
+    },
+    "fp64 scores": {"moe-router-dtype": "fp64", "moe-router-score-function": "sigmoid"},
+    "jitter": {"moe-input-jitter-eps": 0.2},
+    "losses": {
+        "moe-router-load-balancing-type": ["seq_aux_loss"],
+        "moe-aux-loss-coeff": [0.1],
+        "moe-z-loss-coeff": 0.1,
+    },
+    "even loads": {"moe-router-force-load-balancing": True},
+    "capacity": {"moe-expert-capacity-factor": 4.0, "moe-token-drop-policy": "position"},
+    "replay": {"moe-enable-routing-replay": True, "moe-router-score-function": "sigmoid"},
+}
+# Weights that do not sum to one scale the output of the replaced layers.
+SCALED: dict[str, Flags] = {
+    "softmax before the choice": {"moe-router-pre-softmax": True},
+    "twice the weights": {"moe-router-topk-scaling-factor": 2.0, "moe-router-score-function": "sigmoid"},
+    "top 1 of sigmoid": {"moe-router-score-function": "sigmoid", "moe-router-topk": 1},
+    "sinkhorn": {"moe-router-load-balancing-type": ["sinkhorn"], "moe-aux-loss-coeff": [0.0]},
+    "few rows": {"moe-expert-capacity-factor": 0.5},
 }
 
 
 def test_a_dense_checkpoint_contradicts_no_router(dense: str) -> None:
-    """The weights of the chosen experts sum to one, so the loss is the dense model's."""
+    """If the weights of the chosen experts sum to one, the loss is the dense model's."""
     [(expected, losses)] = run_on_ranks(_losses_of_routers, 1, dense)
+    scaled = {name: losses.pop(name) for name in SCALED}
     assert losses == pytest.approx(dict.fromkeys(ROUTERS, expected), rel=1e-6)
+    assert all(1e-6 < abs(loss / expected - 1) < 0.01 for loss in scaled.values()), scaled
 
 
 def _losses_of_routers(dense: str) -> tuple[float, dict[str, float]]:
     again = command_line({**DENSE, "load": dense, "finetune": True})
-    runs = {name: command_line({**EXPERTS, **flags, "load": dense}) for name, flags in ROUTERS.items()}
+    runs = {name: command_line({**EXPERTS, **flags, "load": dense}) for name, flags in {**ROUTERS, **SCALED}.items()}
     return _first_step(again)[0], {name: _first_step(argv)[0] for name, argv in runs.items()}
 
 
