@@ -340,8 +340,8 @@ class OptimizerParamScheduler:
         theirs = {name: state_dict.get(name, value) for name, value in ours.items()}
         if self._use_checkpoint and theirs["lr_decay_style"] == "WSD" and theirs["wsd_decay_steps"] is None:
             raise ValueError(
-                "the checkpoint's WSD schedule was stored without the length of its decay: give --lr-wsd-decay-iters "
-                "(or --lr-wsd-decay-samples) and --lr-wsd-decay-style as in its run"
+                "the checkpoint's WSD schedule was stored without the length of its decay: give --lr-decay-style WSD, "
+                "--lr-wsd-decay-iters (or --lr-wsd-decay-samples) and --lr-wsd-decay-style as in its run"
             )
         # replace() also validates the checkpoint's values.
         if self._use_checkpoint:

@@ -314,7 +314,8 @@ def _load_schedule(
     if stored is not None and (scope.optimizer or adopts):
         scheduler.load_state_dict(stored)
     elif scope.position:
-        print_rank_0("  note: the schedules of learning rate and weight decay start at step 0 (--no-load-optim)")
+        why = "the checkpoint has none" if scope.optimizer else "--no-load-optim"
+        print_rank_0(f"  note: the schedules of learning rate and weight decay start at step 0 ({why})")
 
 
 @dataclass(frozen=True)

@@ -62,8 +62,9 @@ _BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 _WITHOUT_FLAG = {"unpadded_vocab_size": "the size of the tokenizer's vocabulary"}
 # Arguments that determine the optimizer's state.
 _SAME_OPTIMIZER = ("optimizer", "fp16", "bf16")
-# Settings of OptimizerConfig that a resumed run takes from its command line. They change the updates, so the log names
-# those that differ. Learning rates and weight decay are compared by the scheduler instead.
+# Settings that a resumed run takes from its command line. They change the updates, so the log names those that differ:
+# first those of OptimizerConfig, then those of other parts. Learning rates and weight decay are compared by the
+# scheduler instead.
 NOTED_ON_RESUME = (
     "decoupled_lr",
     "decoupled_min_lr",
@@ -91,6 +92,13 @@ NOTED_ON_RESUME = (
     "exp_avg_dtype",
     "exp_avg_sq_dtype",
     "deterministic_mode",
+    "qk_clip",
+    "qk_clip_alpha",
+    "qk_clip_threshold",
+    "moe_router_bias_update_rate",
+    "calculate_per_token_loss",
+    "accumulate_allreduce_grads_in_fp32",
+    "grad_reduce_in_bf16",
 )
 # Optimizers whose states are interchangeable, because they differ only in where the state is stored.
 _SAME_STATES = {"adam", "distributed_fused_adam"}

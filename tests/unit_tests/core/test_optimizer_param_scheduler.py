@@ -245,7 +245,7 @@ def test_schedules_stored_without_the_fields_of_wsd_load():
         run = schedule("WSD", **wsd("cosine"), use_checkpoint_opt_param_scheduler=policy)
         run.load_state_dict(old)
         assert (run.schedule.wsd_decay_steps, run.schedule.lr_wsd_decay_style) == (200, "cosine")
-    with pytest.raises(ValueError, match="stored without the length of its decay: give --lr-wsd-decay-iters"):
+    with pytest.raises(ValueError, match="give --lr-decay-style WSD, --lr-wsd-decay-iters .* as in its run"):
         schedule("linear").load_state_dict(old)
     run = schedule("linear", wsd_decay_steps=100, lr_wsd_decay_style="linear")
     run.load_state_dict(old)

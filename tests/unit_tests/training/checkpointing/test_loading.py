@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import math
 import os
 import random
 from unittest.mock import Mock
@@ -12,6 +13,7 @@ import torch
 
 from megatron.core.device import seed_all
 from megatron.core.dist_checkpointing import list_tensors
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.checkpointing import get_checkpoint_tracker_filename, saving
 from megatron.training.checkpointing.run_values import check_same_model
 from tests.unit_tests.training.small_run import SmallRun
@@ -90,6 +92,71 @@ def test_a_schedule_is_adopted_without_the_optimizer_or_the_flag_is_refused(tmp_
     run.load(tmp_path / "whole", no_load_optim=True)
     assert run.scheduler.num_steps == 0
     assert "note: the schedules of learning rate and weight decay start at step 0" in capsys.readouterr().out
+
+
+STYLES = {
+    "linear": {"lr_decay_style": "linear"},
+    "cosine": {"lr_decay_style": "cosine"},
+    "constant": {"lr_decay_style": "constant"},
+    "short WSD": {"lr_decay_style": "WSD", "wsd_decay_steps": 10, "lr_wsd_decay_style": "linear"},
+    "long WSD": {"lr_decay_style": "WSD", "wsd_decay_steps": 18, "lr_wsd_decay_style": "cosine"},
+    "WSD by roots": {"lr_decay_style": "WSD", "wsd_decay_steps": 16, "lr_wsd_decay_style": "minus_sqrt"},
+}
+
+
+def rate(style, step):
+    """Returns the learning rate of a schedule of 20 steps to 0, after 2 steps of warm-up to 0.1."""
+    if step < 2:
+        return 0.05 * step
+    share = {
+        "linear": 1 - (step - 2) / 18,
+        "cosine": (1 + math.cos(math.pi * (step - 2) / 18)) / 2,
+        "constant": 1,
+        "short WSD": min(1, (20 - step) / 10),
+        "long WSD": (1 + math.cos(math.pi * max(0, step - 2) / 18)) / 2,
+        "WSD by roots": 1 - math.sqrt(max(0, step - 4) / 16),
+    }
+    return 0.1 * share[style]
+
+
+def run_of(style, **flags):
+    run = SmallRun(use_checkpoint_opt_param_scheduler=flags.get("use_checkpoint_opt_param_scheduler", False))
+    decay = {"start_wd": 0.1, "end_wd": 0.1, "wd_incr_steps": 20, "wd_incr_style": "constant"}
+    steps = {"init_lr": 0.0, "max_lr": 0.1, "min_lr": 0.0, "lr_warmup_steps": 2, "lr_decay_steps": 20}
+    policy = {"use_checkpoint_opt_param_scheduler": False, "override_opt_param_scheduler": False, **flags}
+    run.scheduler = OptimizerParamScheduler(run.optimizer, **decay, **steps, **STYLES[style], **policy)
+    return run
+
+
+@pytest.mark.parametrize("no_load_optim", [False, True])
+@pytest.mark.parametrize("flag", [None, "use_checkpoint_opt_param_scheduler", "override_opt_param_scheduler"])
+@pytest.mark.parametrize(
+    "stored, given",
+    [
+        ("short WSD", "short WSD"),
+        ("short WSD", "linear"),
+        ("long WSD", "short WSD"),
+        ("WSD by roots", "constant"),
+        ("cosine", "WSD by roots"),
+        ("linear", "long WSD"),
+    ],
+)
+def test_rates_after_a_resume_follow_the_schedule_that_the_flags_choose(stored, given, flag, no_load_optim, tmp_path):
+    """The stored run ends after 12 samples, where each of the schedules but the constant one has begun to decay."""
+    run_of(stored).train(3).save(tmp_path)
+    run = run_of(given, **({} if flag is None else {flag: True}))
+    if flag is None and stored != given and not no_load_optim:
+        with pytest.raises(ValueError, match="the learning-rate schedule differs from the checkpoint's"):
+            run.load(tmp_path)
+        return
+    assert run.load(tmp_path, no_load_optim=no_load_optim) == 3
+    adopts = flag == "use_checkpoint_opt_param_scheduler"
+    style, start = stored if adopts else given, 0 if no_load_optim and not adopts else 12
+    found = []
+    for _ in range(2):
+        found.append(run.optimizer.param_groups[0]["lr"])
+        run.train(1)
+    assert found == pytest.approx([rate(style, start), rate(style, start + 4)], abs=1e-12)
 
 
 def test_settings_of_the_optimizer_that_changed_are_named(tmp_path, capsys):
