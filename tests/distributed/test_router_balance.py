@@ -7,15 +7,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.group_collectives import gather_objects
+from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.utils import unwrap_model
 from megatron.training.training import evaluate_validation, run_step
+from tests.distributed.fsdp2_runs import wrap_net
 from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
+from tests.unit_tests.core.models.custom_models import Layers, Loads
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
+from tests.unit_tests.core.optimizer.reference import wrap
 from tests.unit_tests.core.transformer.moe import naive_router as naive
 
 RANKS, EXPERTS, RATE = 3, 4, 0.01
@@ -48,6 +54,36 @@ def test_bias_follows_the_choices_of_all_ranks_and_microbatches(precision: str) 
         for _, biases in ranks:
             torch.testing.assert_close(biases[step], expected)
     assert all(bias.any() for bias in expected)
+
+
+@pytest.mark.parametrize("sharding", ["none", "optimizer", "fully"])
+def test_biases_of_a_custom_model_follow_the_choices_of_all_ranks(sharding: str) -> None:
+    biases = run_on_ranks(_custom_loop, 2, sharding)
+    assert biases[0] == biases[1]
+
+
+def _custom_loop(sharding: str) -> list[list[float]]:
+    """Trains a model that has no finalize_step, and compares its biases with a count over both ranks."""
+    model, rank = Layers(), dist.get_rank()
+    loads = Loads(model)
+    if sharding == "fully":
+        wrapped: Any = wrap_net(model)
+    else:
+        overlap = {"use_distributed_optimizer": True} if sharding == "optimizer" else {}
+        everyone = ProcessGroupCollection(dp_cp=dist.group.WORLD, expt_dp=dist.group.WORLD)
+        wrapped = wrap(model, overlap=overlap, pg_collection=everyone)
+    optimizer = get_megatron_optimizer(OptimizerConfig(lr=1e-2), [wrapped])
+    for step in range(3):
+        optimizer.zero_grad()
+        wrapped(2 * step + rank).backward()
+        finalize_model_grads([wrapped])
+        optimizer.step()
+        of_ranks = gather_objects(loads.counts, dist.group.WORLD)
+        for number, counts in enumerate(zip(*of_ranks, strict=True)):
+            loads.counts[number] = [sum(expert) for expert in zip(*counts, strict=True)]
+        loads.end_step()
+    loads.check()
+    return [router.expert_bias.tolist() for router in loads.routers]
 
 
 def _biased_run(argv: list[str]) -> tuple[Choices, list[list[Tensor]]]:
