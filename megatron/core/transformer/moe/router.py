@@ -265,6 +265,8 @@ class TopKRouter(Router):
         if learning:
             logits = self._with_z_loss(logits, valid)  # the values are unchanged; backward also reaches the loss
         route = self.training_route if self.training else self.evaluation_route
+        if valid is not None and self.training and self.config.uses_sinkhorn:
+            route = partial(route, valid=valid)
         weights, indices, scores = route(logits, self.expert_bias)
         if learning:
             routed = Routed(logits, scores, indices, num_sequences, self.sequence_group, self._average_counts, valid)
@@ -551,17 +553,21 @@ def normalised_scores(logits: Tensor, score_function: str) -> Tensor:
     return scores if score_function == "softmax" else _normalised(scores)
 
 
-def sinkhorn(cost: Tensor, tol: float = 1e-4, *, max_iterations: int = 50) -> Tensor:
+def sinkhorn(cost: Tensor, tol: float = 1e-4, *, max_iterations: int = 50, valid: Tensor | None = None) -> Tensor:
     """Alternately scales rows and columns of exp(cost) until the experts share the tokens evenly.
 
     cost: [T, E], fp32 or fp64. Returns [T, E], same dtype: rows sum to 1 / T, columns to about 1 / E. Once the factors
     of the columns change by less than `tol` on average, all factors are frozen; the device decides this without a sync.
+    valid: [T], bool, tokens to share, whose number is then T; the rows of others are 0. None means all.
     """
-    num_tokens, num_experts = cost.shape
+    num_tokens: Tensor | int = len(cost)
+    num_experts = cost.shape[1]
     # Subtracting the maximum scales a row, which cancels out, and keeps exp from overflowing.
     matrix = (cost - cost.amax(dim=1, keepdim=True)).exp()
+    if valid is not None:
+        matrix, num_tokens = matrix.masked_fill(~valid.unsqueeze(1), 0), valid.sum().clamp(min=1)
     columns = cost.new_ones(num_experts)
-    rows, done = cost.new_zeros(num_tokens), torch.zeros((), dtype=torch.bool, device=cost.device)
+    rows, done = cost.new_zeros(len(cost)), torch.zeros((), dtype=torch.bool, device=cost.device)
     for _ in range(max_iterations):
         new_rows = _inverse(matrix @ columns, num_tokens)
         new_columns = _inverse(new_rows @ matrix, num_experts)
@@ -586,11 +592,16 @@ def _scores_of_chosen(
 
 
 def _sinkhorn_route(
-    logits: Tensor, expert_bias: Tensor | None, *, score: Callable[[Tensor], Tensor], choose: Choose
+    logits: Tensor,
+    expert_bias: Tensor | None,
+    *,
+    score: Callable[[Tensor], Tensor],
+    choose: Choose,
+    valid: Tensor | None = None,
 ) -> Choice:
     assert expert_bias is None, "RouterConfig rejects a bias for softmax scores"
     with torch.no_grad():
-        _, indices = choose(sinkhorn(logits))
+        _, indices = choose(sinkhorn(logits, valid=valid))
     return Choice(score(logits).gather(1, indices), indices)
 
 
@@ -613,7 +624,7 @@ def _unchanged(scores: Tensor) -> Tensor:
     return scores
 
 
-def _inverse(sums: Tensor, count: int) -> Tensor:
+def _inverse(sums: Tensor, count: Tensor | int) -> Tensor:
     return 1 / (count * (sums + 1e-8))
 
 

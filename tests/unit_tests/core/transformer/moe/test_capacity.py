@@ -1,5 +1,6 @@
 """Experts with limited capacity and the shared expert, compared with fp64 loops over tokens."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -194,13 +195,32 @@ def _mask(kind: str) -> Tensor:
     return mask
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["dropped", "padded"])
-@pytest.mark.parametrize("policy", ["probs", "position"])
-@pytest.mark.parametrize("kind", MASKS)
-def test_padding_takes_no_place_in_a_capacity(kind: str, policy: str, padded: bool) -> None:
+ROUTERS: dict[str, dict[str, Any]] = {
+    "softmax": {},
+    "sigmoid, bias": {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True},
+    "sqrtsoftplus": {"moe_router_score_function": "sqrtsoftplus"},
+    "groups": {"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_score_function": "sigmoid"},
+    "softmax before the choice": {"moe_router_pre_softmax": True},
+    "sinkhorn": {"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.0},
+    "one expert": {"moe_router_topk": 1, "moe_router_score_function": "sigmoid"},
+    "all experts": {"moe_router_topk": 4},
+}
+GATHERED, SENT = {"moe_token_dispatcher_type": "allgather"}, {"moe_token_dispatcher_type": "alltoall"}
+CASES: list[tuple[str, str, bool, dict[str, Any]]] = [
+    *((*given, GATHERED) for given in product(MASKS, ("probs", "position"), (False, True))),
+    *(("left", "probs", False, {**SENT, **fields}) for fields in ROUTERS.values()),
+    *(("most", "position", True, {**SENT, **fields}) for fields in ROUTERS.values()),
+    *(("right", "position", False, {**GATHERED, **fields}) for fields in ROUTERS.values()),
+]
+
+
+@pytest.mark.parametrize(("kind", "policy", "padded", "fields"), CASES)
+def test_padding_takes_no_place_in_a_capacity(kind: str, policy: str, padded: bool, fields: dict[str, Any]) -> None:
     """The kept choices of real tokens are those of a loop over these alone, whatever padding contains."""
-    fields = {"moe_expert_capacity_factor": 0.75, "moe_token_drop_policy": policy}
+    fields = {**fields, "moe_expert_capacity_factor": 0.75, "moe_token_drop_policy": policy}
     layer = moe_layer(grouped=True, **fields, moe_pad_expert_input_to_capacity=padded, params_dtype=torch.float64)
+    if layer.router.expert_bias is not None:
+        layer.router.expert_bias.copy_(torch.tensor([0.1, -0.2, 0.05, 0.0]))
     generator, mask = torch.Generator().manual_seed(2), _mask(kind)
     hidden = torch.randn(8, 2, layer.config.hidden_size, dtype=torch.float64, generator=generator)
     outputs, gradients = [], []

@@ -275,3 +275,20 @@ def test_tables_rows_and_back_hold_what_the_map_says() -> None:
 def test_tables_of_a_routing_that_cannot_be_are_refused(arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         topk_routing_with_score_function(torch.zeros(3, 6), *arguments)
+
+
+@pytest.mark.parametrize("num_real", [0, 2, 3, 5, 11, 12])
+@pytest.mark.parametrize("topk", [1, 2])
+def test_sinkhorn_shares_real_tokens_whatever_padding_contains(topk: int, num_real: int) -> None:
+    router = router_of(4, moe_router_topk=topk, moe_router_load_balancing_type="sinkhorn")
+    generator = torch.Generator().manual_seed(num_real)
+    logits = torch.randn(12, 4, dtype=torch.float64, generator=generator)
+    real = torch.rand(12, generator=generator).argsort() < num_real
+    expected = naive.route_sinkhorn(logits[real], topk) if num_real else []
+    for padding in (0.0, 3.0, 1000.0):
+        given = torch.where(real.unsqueeze(1), logits, padding * logits.flip(1))
+        routing = router.routing(given, ~real)
+        assert routing.indices[real].tolist() == [chosen for _, chosen in expected]
+        assert routing.weights.isfinite().all()
+        scaled = sinkhorn(given, valid=real)
+        assert not scaled[~real].any() and scaled.sum().item() == pytest.approx(float(num_real > 0))
