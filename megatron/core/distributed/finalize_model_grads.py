@@ -94,7 +94,7 @@ def complete_model_grads(
 def end_model_step(chunks: Sequence[_BaseDataParallel], groups: ProcessGroupCollection) -> None:
     """Calls finalize_step of each model, or of the modules in it that define one, such as routers. Collective."""
     for chunk in chunks:
-        for module in outermost(unwrap_model(chunk), FinalizesStep):
+        for module in outermost(unwrap_model(chunk), FinalizesStep):  # type: ignore[type-abstract]  # never called
             # Tensor-parallel ranks are included, because each router processes a part of the sequence.
             module.finalize_step(groups.tp_dp_cp or chunk.pg_collection.dp_cp)
 

@@ -737,7 +737,7 @@ class MegatronOptimizer:
         self._writes.note()
         for chunk in self._model_chunks:
             chunk.note_update()
-            for module in outermost(unwrap_model(chunk), NotesUpdates):
+            for module in outermost(unwrap_model(chunk), NotesUpdates):  # type: ignore[type-abstract]  # never called
                 module.note_update(self)
 
     def _step_counts(self) -> list[torch.Tensor]:

@@ -10,7 +10,7 @@ import importlib.util
 from abc import abstractmethod
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -266,7 +266,8 @@ class TopKRouter(Router):
             logits = self._with_z_loss(logits, valid)  # the values are unchanged; backward also reaches the loss
         route = self.training_route if self.training else self.evaluation_route
         if valid is not None and self.training and self.config.uses_sinkhorn:
-            route = partial(route, valid=valid)
+            # The only route in which tokens affect each other.
+            route = partial(cast(Callable[..., Choice], route), valid=valid)
         weights, indices, scores = route(logits, self.expert_bias)
         if learning:
             routed = Routed(logits, scores, indices, num_sequences, self.sequence_group, self._average_counts, valid)
