@@ -390,13 +390,15 @@ def _convert_core(options: argparse.Namespace) -> None:
         model_config=options.model_config,
     )
     print(f"wrote {result.folder}")
-    if result.has_state:
+    if result.unknown:
+        print(f"not converted, because it is unknown: {', '.join(result.unknown)}")
+    if result.why_no_state is None:
         print(
             f"not converted: {result.num_left} entries that are neither weights nor optimizer state, such as generators"
         )
     else:
         print(f"not converted: {result.num_left} entries that are not weights, such as optimizer and generator states")
-        print("continue with --no-load-optim, or with --finetune")
+        print(f"{result.why_no_state}: continue with --no-load-optim, or with --finetune")
 
 
 def _write_core(options: argparse.Namespace) -> None:

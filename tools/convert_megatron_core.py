@@ -27,7 +27,7 @@ from megatron.training.checkpointing.megatron_core import (
     values_of_files,
     vocabulary_rows,
 )
-from megatron.training.checkpointing.megatron_core_files import COMMON_FILE, MegatronCoreFiles
+from megatron.training.checkpointing.megatron_core_files import MegatronCoreFiles
 from megatron.training.checkpointing.megatron_objects import json_values
 from megatron.training.checkpointing.run_values import check_arguments
 from megatron.training.gpt_builder import whole_gpt
@@ -37,12 +37,14 @@ from megatron.training.gpt_builder import whole_gpt
 class Converted:
     """A written checkpoint.
 
-    num_left: number of stored entries that were not converted. has_state: whether it contains optimizer state.
+    num_left: number of stored entries that were not converted. unknown: names of entries and values that no reader here
+    knows. why_no_state: why the optimizer state was not converted, None if it was.
     """
 
     folder: Path
     num_left: int
-    has_state: bool
+    unknown: tuple[str, ...]
+    why_no_state: str | None
 
 
 def from_megatron_core(
@@ -51,7 +53,7 @@ def from_megatron_core(
     """Converts weights, and optimizer state if its step count is stored, to a canonical checkpoint.
 
     vocab_size: vocabulary size of the tokenizer, if the arguments do not contain it. model_config: YAML file with the
-    model's flags, if common.pt contains no arguments. Raises ValueError naming the file, tensor or argument that is
+    model's flags, if the files contain no arguments. Raises ValueError naming the file, tensor or argument that is
     missing or does not fit.
     """
     files = MegatronCoreFiles.open(find_megatron_core(load, step=step))
@@ -69,7 +71,8 @@ def from_megatron_core(
         write_release_tracker(str(save))
     else:
         write_tracker(str(save), files.iteration)
-    return Converted(folder, files.num_left + (0 if has_state else files.num_states), has_state)
+    num_left = files.num_left + (0 if has_state else files.num_states)
+    return Converted(folder, num_left, files.unknown, values["not_read"].get("optimizer"))
 
 
 def _common(args: argparse.Namespace, files: MegatronCoreFiles, values: dict[str, Any]) -> dict[str, Any]:
@@ -98,9 +101,9 @@ def find_megatron_core(folder: Path, *, step: int | None) -> Path:
 def _args_of_files(
     files: MegatronCoreFiles, *, vocab_size: int | None, model_config: Path | None
 ) -> argparse.Namespace:
-    where = files.folder / COMMON_FILE
+    where = files.common_place
     if model_config is not None:
-        where, found = model_config, vars(parse_args(argv=["--config", str(model_config)]))
+        where, found = str(model_config), vars(parse_args(argv=["--config", str(model_config)]))
     elif files.args is not None:
         found = files.args
     else:

@@ -21,6 +21,7 @@ COMMON_FILE = "common.json"
 _OWN_FILES = r"common\.json|\.metadata|__\d+_0\.distcp"
 # Files of Megatron's own formats, and the formats' names in tools/checkpoint.py.
 _FOREIGN_FORMATS = {"metadata.json": "torch_dist_mcore", "mp_rank_*": "torch"}
+_DCP_INDEX = ".metadata"
 _INCOMPLETE = ".incomplete-"
 _REPLACED = ".replaced-"
 _ID = r"[0-9a-f]{12}"
@@ -147,6 +148,12 @@ def _hint(folder: Path) -> str:
     for pattern, kind in _FOREIGN_FORMATS.items():
         if any(folder.glob(pattern)):
             return f"; Megatron wrote it: convert it with tools/checkpoint.py convert --from {kind} --to torch_dist"
+    names = {entry.name for entry in folder.iterdir()}
+    if _DCP_INDEX in names and COMMON_FILE not in names:
+        return (
+            "; a program wrote it with torch.distributed.checkpoint alone, such as Megatron-LM with --ckpt-format "
+            "torch_dcp or fsdp_dtensor, which is not read: save it there with --ckpt-format torch_dist"
+        )
     return ""
 
 

@@ -218,7 +218,7 @@ def _root(load: str, flag: str) -> Path:
     if root.exists() and not root.is_dir():
         raise ValueError(f"{flag} {load} is a file: give the folder that --save wrote")
     # The user named a folder one level too deep. Starting from scratch without an error would be costly.
-    if (root / MANIFEST_FILE).is_file():
+    if (root / MANIFEST_FILE).is_file() or format_of(root) is not CheckpointFormat.OURS:
         raise ValueError(
             f"{flag} {load} is a single checkpoint: give its parent folder, and choose the checkpoint with --ckpt-step"
         )
@@ -239,6 +239,12 @@ def _fallback(root: Path, why: str, *, candidates: list[int], problems: dict[int
             problems[iteration] = problem
         if problems[iteration] not in why:
             why = f"{why}; {problems[iteration]}"
+    for iteration in sorted(_iterations(root), reverse=True):
+        kind = format_of(iteration_folder(root, iteration))
+        if kind is not CheckpointFormat.OURS:
+            raise ValueError(
+                f"{why}; {iteration_folder(root, iteration)} is in {kind.value}: choose it with --ckpt-step {iteration}"
+            )
     # A run must not silently start from scratch in a folder that contained checkpoints.
     if candidates or problems or TRACKER_FILE in {entry.name for entry in _entries(root)}:
         raise ValueError(f"{why}; complete iterations: none")
@@ -260,10 +266,14 @@ def _problem(root: Path, iteration: int) -> str | None:
 
 def complete_iterations(root: Path) -> list[int]:
     """Returns the iterations of complete checkpoints, in ascending order."""
-    matches = [re.fullmatch(_ITERATION, folders.name_of(entry)) for entry in _entries(root)]
-    iterations = {int(match[1]) for match in matches if match is not None}
     # Excludes folders with extra leading zeros, which iteration_folder would not find.
-    return sorted(one for one in iterations if folders.is_complete(iteration_folder(root, one)))
+    return sorted(one for one in _iterations(root) if folders.is_complete(iteration_folder(root, one)))
+
+
+def _iterations(root: Path) -> set[int]:
+    """Returns the iterations of all folders with the name of a checkpoint."""
+    matches = [re.fullmatch(_ITERATION, folders.name_of(entry)) for entry in _entries(root)]
+    return {int(match[1]) for match in matches if match is not None}
 
 
 def _requested(root: Path, source: str, *, iteration: int) -> FoundCheckpoint:

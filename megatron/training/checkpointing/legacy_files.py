@@ -23,12 +23,10 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.storage import check_records, load_allowed
 from megatron.training.checkpointing.folder import LEGACY_FILE, LEGACY_FILES
-from megatron.training.checkpointing.megatron_objects import ALLOWED, FUSED_NORMS, NOT_WEIGHTS
+from megatron.training.checkpointing.megatron_objects import ALLOWED, FUSED_NORMS, NOT_WEIGHTS, VERSIONS
 from megatron.training.checkpointing.train_state import is_count
 
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
-# Earlier versions store the rows of query, key and value in a different order.
-_VERSIONS = (2.0, 3.0)
 _EMBEDDING = "embedding.word_embeddings.weight"
 # Arguments that determine how a model is divided among the ranks' files.
 LAYOUT = (
@@ -189,7 +187,7 @@ def _checked(path: Path, content: Any) -> LegacyFile:
         raise ValueError(
             f"{path} is not a checkpoint of a training run: args is {args!r:.60} and iteration is {iteration!r:.60}"
         )
-    if type(version) not in (int, float) or version not in _VERSIONS:
+    if type(version) not in (int, float) or version not in VERSIONS:
         raise ValueError(
             f"{path} has checkpoint_version {version!r:.60}: must be 2.0 or 3.0, which share the order of query, "
             "key and value rows"

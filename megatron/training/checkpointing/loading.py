@@ -207,6 +207,8 @@ def _open_megatron_core(
         args = args_of_model(values)
         rows = megatron_core.vocabulary_rows(files, num_tokens=args.unpadded_vocab_size)
         [model] = build_parts(args, padded_vocab_size=rows)
+    if files.unknown:
+        print_rank_0(f"  note: {folder} also holds {megatron_core.named(files.unknown)}, which is not read")
     return megatron_core.as_checkpoint(files, model, values=values, with_masters=args.bf16 or args.fp16)
 
 
@@ -286,7 +288,8 @@ def _load_scope(
     for name, wanted, flag in (("optimizer", scope.optimizer, "optim"), ("rng", scope.rng, "rng")):
         gets_fresh_seeds = name == "rng" and common.get("origin") == MEGATRON
         if wanted and not common["contents"][name] and not gets_fresh_seeds:
-            why = f"the checkpoint holds no {name} state"
+            reason = common.get("not_read", {}).get(name)
+            why = f"the checkpoint holds no {name} state" if reason is None else f"{found.path}: {reason}"
             if found.format is CheckpointFormat.LEGACY:
                 why = f"{found.path} is in {found.format.value}, from which {name} state is not read"
             raise ValueError(f"{why}: add --no-load-{flag}, or --finetune")

@@ -8,7 +8,7 @@ checks the files, and tools/convert_megatron_core.py writes the result to disk.
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from megatron.core.logical_tensors import (
 )
 from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
-from megatron.training.checkpointing.megatron_core_files import COMMON_FILE, MegatronCoreFiles
+from megatron.training.checkpointing.megatron_core_files import MegatronCoreFiles
 from megatron.training.checkpointing.megatron_objects import FUSED_NORMS, json_values, values_without_state
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
@@ -58,18 +58,40 @@ def values_of_files(files: MegatronCoreFiles) -> dict[str, Any]:
     try:
         return _values(files)
     except ValueError as error:
-        raise ValueError(f"{files.folder / COMMON_FILE}: {error}") from error
+        raise ValueError(f"{files.common_place}: {error}") from error
 
 
 def _values(files: MegatronCoreFiles) -> dict[str, Any]:
     step = _step_of(files.common.get("optimizer"))
     values = values_without_state(files.args or {}, iteration=files.iteration or 0)
-    values["contents"]["optimizer"] = step is not None and EXP_AVG in files.states
+    reason = _why_state_is_not_read(files, step)
+    values["contents"]["optimizer"] = reason is None
     return {
         **values,
+        "not_read": {} if reason is None else {"optimizer": reason},
         "optimizer": {"step": step, "grad_scaler": _scaler_of(files.common.get("optimizer"))},
         "scheduler": _scheduler_of(files.common.get("opt_param_scheduler")),
     }
+
+
+def _why_state_is_not_read(files: MegatronCoreFiles, step: int | None) -> str | None:
+    """Returns the reason for which the optimizer state of the files cannot be restored, or None if it can."""
+    if files.bucket_states:
+        return (
+            f"its optimizer state is stored by bucket of the distributed optimizer ({named(files.bucket_states)}), "
+            "which is not read; save it with --dist-ckpt-optim-fully-reshardable"
+        )
+    foreign = sorted(files.states.keys() - _KINDS.keys())
+    if foreign:
+        return f"its optimizer state {named(foreign)} is not read: only {', '.join(_KINDS)} are"
+    if EXP_AVG not in files.states:
+        return "it contains no optimizer state"
+    return "it contains no step count of the optimizer" if step is None else None
+
+
+def named(names: Sequence[str], *, most: int = 4) -> str:
+    """Returns the first names as one text, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def _optimizers(state: Any) -> Iterator[Mapping[str, Any]]:

@@ -2,9 +2,11 @@
 
     DIR/latest_checkpointed_iteration.txt
     DIR/iter_0000100/metadata.json           {"sharded_backend": "torch_dist", ...}
-                     common.pt               iteration, arguments and other values that are not tensors
                      .metadata               torch.distributed.checkpoint's index of all tensors
                      __0_0.distcp, ...       tensors, and objects such as generator states
+                     common.pt               before Megatron-Core 0.19: iteration, arguments and other values that are
+                                             not tensors. Later versions store them as an object in a .distcp file,
+                                             under the key common_state/shard_0_1.
 
 megatron_core.py maps the tensors to native keys.
 """
@@ -15,12 +17,14 @@ import os
 import re
 import types
 import zipfile
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from megatron.core.device.torch_internals import FakeTensorMode
@@ -32,16 +36,20 @@ from megatron.core.dist_checkpointing.storage import (
     check_records,
     load_allowed,
     read_metadata,
+    read_object,
     stored_pieces,
 )
 from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.logical_tensors import canonical_name
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.training.checkpointing.folder import MEGATRON_CORE_FILE
-from megatron.training.checkpointing.megatron_objects import ALLOWED, NOT_WEIGHTS, Inert
+from megatron.training.checkpointing.megatron_objects import ALLOWED, NOT_WEIGHTS, VERSIONS, Inert
 from megatron.training.checkpointing.train_state import is_count
 
 COMMON_FILE = "common.pt"
+_COMMON_STATE = "common_state"
+_COMMON_KEY = re.compile(rf"{_COMMON_STATE}(?:/shard_0(?:\.0)*_1(?:\.1)*)?")
+_LONGEST_LIST = 1 << 16
 _BACKEND = "torch_dist"
 # Save plans in torch's metadata, as classes of Megatron-Core or torch. They contain nothing more about the tensors.
 _PLANNER, _STRATEGY = "torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch"
@@ -52,10 +60,20 @@ STAND_INS: dict[tuple[str, str], type] = {
     (_STRATEGY, "MCoreSavePlan"): Inert,
     (_STRATEGY, "MCoreMetadata"): Metadata,
 }
-# Entries that do not belong to a parameter.
+# Entries that do not belong to a parameter and are never read.
 _RUN_STATE = re.compile(r"rng_state|rerun_state_machine")
 # Keys of optimizer state. The optimizers of dense and of expert parameters are numbered.
 STATE_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.state\.(\w+)\.(.+)")
+_OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.")
+# State of the distributed optimizer for its flat buffers, whose layout the files do not describe.
+_BUCKET_KEY = re.compile(rf"{_OPTIMIZER_KEY.pattern}distributed\.")
+# Modules of a model. An object below them that is not a known one would be a part of the model.
+_MODEL_KEY = re.compile(r"(embedding|decoder|encoder|mtp|output_layer)\.")
+# Values that are read, or have no counterpart in a run: progress in FLOPs, and the settings of the save itself.
+_KNOWN_VALUES = {
+    *("args", "iteration", "checkpoint_version", "optimizer", "opt_param_scheduler", "content_metadata"),
+    *("num_floating_point_operations_so_far", "rng_state", "rerun_state_machine"),
+}
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LOCAL_HEADER_BYTES = 30  # precedes the name of a record in a zip archive
 
@@ -64,18 +82,24 @@ _LOCAL_HEADER_BYTES = 30  # precedes the name of a record in a zip archive
 class MegatronCoreFiles:
     """A checkpoint whose index has been read.
 
-    common: content of common.pt. metadata, pieces: entries of weights and optimizer state, keyed without wrappers'
-    prefixes; checksums of the pieces have not been verified. num_left: number of all other entries. weights: keys of
-    all weights. states: maps a kind of optimizer state, such as exp_avg, to a mapping from weight keys to state keys.
+    common: values that are not tensors. common_place: the file, and in it the key, from which they were read, for
+    messages. metadata, pieces: entries of weights and optimizer state, keyed without wrappers' prefixes; checksums of
+    the pieces have not been verified. num_left: number of all other entries. weights: keys of all weights. states: maps
+    a kind of optimizer state, such as exp_avg, to a mapping from weight keys to state keys. bucket_states: keys of
+    optimizer state that is stored by bucket of the distributed optimizer, not by parameter. unknown: names of entries
+    and values that no reader here knows.
     """
 
     folder: Path
     common: dict[str, Any]
+    common_place: str
     metadata: Metadata
     pieces: StoredPieces
     num_left: int
     weights: frozenset[str]
     states: dict[str, dict[str, str]]
+    bucket_states: tuple[str, ...]
+    unknown: tuple[str, ...]
 
     @classmethod
     def open(cls, folder: Path) -> "MegatronCoreFiles":
@@ -88,20 +112,21 @@ class MegatronCoreFiles:
         backend = config.get("sharded_backend") if isinstance(config, dict) else None
         if backend != _BACKEND:
             raise ValueError(f"{folder / MEGATRON_CORE_FILE}: sharded_backend is {backend!r:.60}: must be {_BACKEND!r}")
-        common = _common_values(folder / COMMON_FILE)
         if not (folder / METADATA_FILE).is_file():
             raise ValueError(f"{folder} has no {METADATA_FILE}, the index of its tensors")
         metadata = read_metadata(folder, stand_ins=STAND_INS)
-        num_entries = len(metadata.state_dict_metadata)
-        kept = _tensors_alone(metadata, folder=folder)
         files: Manifest = {path.name: FileEntry(path.stat().st_size) for path in sorted(folder.glob("*.distcp"))}
+        common, place = _common_values(folder, metadata, files=files)
+        kept, others = _tensors_alone(metadata, folder=folder)
         try:
             pieces = stored_pieces(files, kept)
         except ValueError as error:
             raise ValueError(f"{folder} is corrupt: {error}") from error
-        num_left = num_entries - len(kept.state_dict_metadata)
         weights, states = _weights_and_states(kept)
-        return cls(folder, common, kept, pieces, num_left, weights, states)
+        buckets = sorted(key for key in others if _BUCKET_KEY.match(key))
+        entries = {key.split("/")[0] for key in others if not (_is_never_read(key) or _OPTIMIZER_KEY.match(key))}
+        unknown = sorted(entries | {str(name) for name in common.keys() - _KNOWN_VALUES})
+        return cls(folder, common, place, kept, pieces, len(others), weights, states, tuple(buckets), tuple(unknown))
 
     @property
     def iteration(self) -> int | None:
@@ -166,33 +191,138 @@ def _weights_and_states(metadata: Metadata) -> tuple[frozenset[str], dict[str, d
     return frozenset(weights), states
 
 
-def _common_values(path: Path) -> dict[str, Any]:
-    """Reads common.pt. Raises ValueError if its iteration or arguments are present but invalid."""
-    if not path.is_file():
-        raise ValueError(f"{path.parent} has no {path.name}")
-    content = load_allowed(path, path, allowed=ALLOWED)
+def _common_values(folder: Path, metadata: Metadata, *, files: Manifest) -> tuple[dict[str, Any], str]:
+    """Reads the values that are not tensors, from either place, and returns them and the place.
+
+    Raises ValueError if neither or both places hold values and these differ, or for an invalid iteration, arguments or
+    version.
+    """
+    found = {
+        place: content
+        for place, content in (_values_in_file(folder / COMMON_FILE), _values_in_index(folder, metadata, files=files))
+        if place
+    }
+    if not found:
+        raise ValueError(
+            f"{folder} has neither {COMMON_FILE} nor common_state/shard_0_1 in {METADATA_FILE}, the values that are "
+            "not tensors"
+        )
+    for place, content in found.items():
+        _check_values(place, content)
+    (place, content), *others = reversed(found.items())
+    if others and not _are_equal(content, others[0][1]):
+        raise ValueError(f"{others[0][0]} and {place} hold different values: remove the one of an earlier save")
+    return content, place
+
+
+def _values_in_file(path: Path) -> tuple[str, Any]:
+    return (str(path), load_allowed(path, path, allowed=ALLOWED)) if path.is_file() else ("", None)
+
+
+def _values_in_index(folder: Path, metadata: Metadata, *, files: Manifest) -> tuple[str, Any]:
+    """Reads the values from .distcp files. Returns their place, "" if the index does not list them, and the values.
+
+    They are stored as one object. torch.distributed.checkpoint, used directly, stores one entry for each leaf, and
+    lists the path of each leaf in the index.
+    """
+    entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if is_common_state(key)}
+    if not entries:
+        return "", None
+    places = {index: place for index, place in vars(metadata).get("storage_data", {}).items() if index.fqn in entries}
+    try:
+        pieces = stored_pieces(files, Metadata(entries, storage_data=places))
+    except ValueError as error:
+        raise ValueError(f"{folder} is corrupt: {error}") from error
+    leaves = {key: _stored_value(folder, key, pieces[key]) for key in entries}
+    first = next(iter(entries))
+    is_whole = len(leaves) == 1 and _COMMON_KEY.fullmatch(canonical_name(first)) is not None
+    place = f"{folder / pieces[first][0][0]}: {first if is_whole else _COMMON_STATE}"
+    if is_whole:
+        values = leaves[first]
+        # Megatron-Core stores the shards of an object as a list.
+        return place, values[0] if isinstance(values, list) and len(values) == 1 else values
+    paths = vars(metadata).get("planner_data")
+    for key in leaves:
+        path = paths.get(key) if isinstance(paths, dict) else None
+        if not isinstance(path, tuple) or not path or not all(map(_is_step_of_path, path)):
+            raise ValueError(f"{folder / METADATA_FILE} does not locate {key} among the values of the common state")
+    nested = unflatten_state_dict(leaves, {key: paths[key] for key in leaves})
+    if len(nested) != 1:
+        raise ValueError(f"{folder} holds its common state in parts, {', '.join(sorted(nested))}: must be one")
+    return place, next(iter(nested.values()))
+
+
+def is_common_state(key: str) -> bool:
+    """Returns whether an entry of the index holds the values that are not tensors, or a part of them."""
+    return canonical_name(key).split("/")[0].split(".")[0] == _COMMON_STATE
+
+
+def _is_step_of_path(step: Any) -> bool:
+    """Returns whether a value is a key of a dict, or an index of a list that no damaged file can make huge."""
+    return isinstance(step, str) or (type(step) is int and 0 <= step < _LONGEST_LIST)
+
+
+def _stored_value(folder: Path, key: str, pieces: list[tuple[str, Piece]]) -> Any:
+    """Loads an object, or a tensor that is stored as one piece, after verifying its checksums."""
+    if len(pieces) != 1:
+        raise ValueError(f"{folder} holds {key} in {len(pieces)} pieces: must be 1")
+    [(name, piece)] = pieces
+    content = read_object(folder / name, piece)
+    try:
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:
+            check_records(archive)
+    except (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, EOFError) as error:
+        raise ValueError(f"{folder / name} is corrupt: {key}: {error}") from error
+    return load_allowed(io.BytesIO(content), f"{folder / name}: {key}", allowed=ALLOWED)
+
+
+def _check_values(place: str, content: Any) -> None:
     if not isinstance(content, dict):
-        raise ValueError(f"{path} holds a {type(content).__name__}: must be a dict")
-    iteration, args = content.get("iteration"), content.get("args")
+        raise ValueError(f"{place} holds a {type(content).__name__}: must be a dict")
+    iteration, args, version = content.get("iteration"), content.get("args"), content.get("checkpoint_version")
     if iteration is not None and not is_count(iteration):
-        raise ValueError(f"{path} holds {iteration!r:.60} as iteration: must be a non-negative integer")
+        raise ValueError(f"{place} holds {iteration!r:.60} as iteration: must be a non-negative integer")
     if args is not None and not isinstance(args, (argparse.Namespace, types.SimpleNamespace)):
-        raise ValueError(f"{path} holds {args!r:.60} as args: must be the Namespace of a run's arguments")
-    return content
+        raise ValueError(f"{place} holds {args!r:.60} as args: must be the Namespace of a run's arguments")
+    if version is not None and (type(version) not in (int, float) or version not in VERSIONS):
+        raise ValueError(f"{place} holds {version!r:.60} as checkpoint_version: must be 2.0 or 3.0")
 
 
-def _tensors_alone(metadata: Metadata, *, folder: Path) -> Metadata:
-    """Selects weights and optimizer state, and removes wrapper prefixes, so that keys equal parameter names."""
+def _are_equal(one: Any, two: Any) -> bool:
+    """Returns whether two nested values are equal. Tensors are compared bitwise."""
+    if isinstance(one, (argparse.Namespace, types.SimpleNamespace)) and type(one) is type(two):
+        return _are_equal(vars(one), vars(two))
+    if isinstance(one, dict) and isinstance(two, dict):
+        return one.keys() == two.keys() and all(_are_equal(value, two[key]) for key, value in one.items())
+    if isinstance(one, (list, tuple)) and type(one) is type(two):
+        return len(one) == len(two) and all(map(_are_equal, one, two))
+    if isinstance(one, torch.Tensor) or isinstance(two, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(two, torch.Tensor) and torch.equal(one, two)
+    return isinstance(one, Inert) or bool(one == two)
+
+
+def _is_never_read(name: str) -> bool:
+    """Returns whether an entry is known to hold nothing that a run could read. Keys of objects end in `/shard_0_4`."""
+    return _RUN_STATE.match(name) is not None or name.split("/")[0].endswith(NOT_WEIGHTS)
+
+
+def _tensors_alone(metadata: Metadata, *, folder: Path) -> tuple[Metadata, list[str]]:
+    """Selects weights and optimizer state, and removes wrapper prefixes, so that keys equal parameter names.
+
+    Also returns the names of all other entries, except for the common state.
+    """
     kept: dict[str, Any] = {}
+    others: list[str] = []
     for key, entry in metadata.state_dict_metadata.items():
         name = canonical_name(key)
-        # Keys of objects have the form `name/shard_0_4`.
-        if _RUN_STATE.match(name) or name.split("/")[0].endswith(NOT_WEIGHTS):
+        if is_common_state(key):
             continue
-        if not isinstance(entry, TensorStorageMetadata):
-            if name.startswith("optimizer.") or STATE_KEY.match(name):
-                continue
+        is_tensor = isinstance(entry, TensorStorageMetadata)
+        if not is_tensor and _MODEL_KEY.match(name) and not _is_never_read(name):
             raise ValueError(f"{folder} holds an object as {key}: must be a tensor")
+        if not is_tensor or _BUCKET_KEY.match(name) or _is_never_read(name):
+            others.append(name)
+            continue
         if entry.properties.dtype not in _NUMBERS:
             raise ValueError(
                 f"{folder} holds {key} as {entry.properties.dtype}: must be fp64, fp32, bf16 or fp16; save it "
@@ -209,7 +339,7 @@ def _tensors_alone(metadata: Metadata, *, folder: Path) -> Metadata:
         for index, place in stored.items()
         if canonical_name(index.fqn) in kept
     }
-    return Metadata(kept, storage_data=places)
+    return Metadata(kept, storage_data=places), others
 
 
 def _checked_piece(path: Path, piece: Piece, *, dtype: torch.dtype) -> Piece:

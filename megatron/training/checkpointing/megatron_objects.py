@@ -16,6 +16,8 @@ from megatron.core.enums import ModelType
 from megatron.core.transformer.enums import AttnBackend
 from megatron.training.checkpointing.train_state import TrainState
 
+# Values of checkpoint_version. Earlier versions store the rows of query, key and value in a different order.
+VERSIONS = (2.0, 3.0)
 # Module entries that are not weights: kernel states, step counts, and values that are recomputed.
 NOT_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq", "local_tokens_per_expert")
 # Linear layers that follow a norm and may contain it.
