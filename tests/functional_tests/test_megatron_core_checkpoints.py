@@ -19,6 +19,7 @@ from megatron.training.checkpointing.megatron_core_files import STAND_INS, Megat
 from megatron.training.checkpointing.run_values import load_run_values
 from tests.functional_tests.launch import Run, run_program
 from tests.megatron_core.settings import FLAGS, STEPS, STEPS_IN_ALL, case_flags
+from tests.unit_tests.tools.megatron_core_writer import read_tensors, saved, write_entries
 
 FIXTURES = Path(__file__).parents[1] / "megatron_core" / "fixtures"
 FURTHER = ["--train-iters", str(STEPS_IN_ALL), "--eval-iters", "0"]
@@ -58,6 +59,18 @@ def test_further_steps_have_the_losses_of_the_run_that_went_on_there(
 ) -> None:
     losses = _losses(_run(case, tmp_path, *flags, ranks=ranks))
     assert losses == pytest.approx(_expected(case), abs=1e-5)
+
+
+@pytest.mark.parametrize(("case", "tolerance"), [("experts", 1e-5), ("masters", 2e-3)])
+def test_a_common_state_inside_the_data_files_goes_on_likewise(case: str, tolerance: float, tmp_path: Path) -> None:
+    """Megatron-Core 0.19 and later write no common.pt."""
+    old, load = FIXTURES / case / f"iter_{STEPS:07d}", tmp_path / "new"
+    common = torch.load(old / "common.pt", weights_only=False) | {"dataloader_state": 1}
+    write_entries(load / old.name, read_tensors(old), {"common_state/shard_0_1": saved([common])})
+    (load / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+    run = _run(case, tmp_path / "log", load=load)
+    assert _losses(run) == pytest.approx(_expected(case), abs=tolerance)
+    assert f"note: {load / old.name} also holds dataloader_state, which is not read" in run.written()
 
 
 def test_a_converted_checkpoint_goes_on_like_the_one_that_was_loaded(tmp_path: Path) -> None:

@@ -281,9 +281,16 @@ def load_allowed(source: Path | IO[bytes], where: object, *, allowed: Sequence[A
         MemoryError,
         AssertionError,
     ) as error:
-        # Only the first line, because torch continues with advice to unpickle without checks.
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ValueError(f"{where} cannot be read: {reason}") from error
+        raise ValueError(f"{where} cannot be read: {_reason_of(error)}") from error
+
+
+def _reason_of(error: Exception) -> str:
+    """Returns why torch.load failed, without its advice to unpickle without checks."""
+    if (name := re.search(r"GLOBAL (\S+)", str(error))) is not None:
+        return f"it refers to {name[1]}, which is not one of the allowed classes"
+    text = str(error).partition("WeightsUnpickler error: ")[2] or str(error)
+    first = next(iter(text.strip().splitlines()), "")
+    return type(error).__name__ if not first or first.startswith("Weights only load failed") else first
 
 
 def check_records(archive: zipfile.ZipFile) -> None:

@@ -30,7 +30,7 @@ FUSED_NORMS = {
 
 
 class Inert:
-    """Placeholder for a Megatron object that holds no weights."""
+    """Placeholder for an object that holds no weights."""
 
     def __init__(self, *unused: Any) -> None:
         self.state: Any = None
@@ -39,12 +39,18 @@ class Inert:
         self.state = state
 
 
-# Names of Megatron classes that are replaced by Inert.
+# Names of classes, most of them Megatron's, that are replaced by Inert.
 _INERT = (
     "megatron.core.rerun_state_machine.RerunDiagnostic",
     "megatron.core.rerun_state_machine.RerunMode",
     "megatron.core.rerun_state_machine.RerunState",
+    "megatron.core.transformer.enums.CudaGraphModule",
     "megatron.core.transformer.enums.CudaGraphScope",
+    "megatron.core.transformer.enums.InferenceCudaGraphScope",
+    "megatron.core.transformer.enums.LayerType",
+    "megatron.core.transformer.pipeline_parallel_layer_layout.PipelineParallelLayerLayout",
+    "pathlib.PosixPath",
+    "pathlib._local.PosixPath",
 )
 # Other objects allowed in a file: arguments, counters and generator states.
 ALLOWED: list[Any] = [

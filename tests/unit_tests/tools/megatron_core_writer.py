@@ -1,4 +1,4 @@
-"""Writes distributed checkpoints like Megatron-Core's: boxes of stacked tensors, written by torch."""
+"""Writes distributed checkpoints like Megatron-Core's, boxes of stacked tensors, with torch, and reads them."""
 
 import argparse
 import io
@@ -12,6 +12,9 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+
+from megatron.core.dist_checkpointing import ShardedTensor, StreamReader, VerifiedCheckpoint
+from megatron.training.checkpointing.megatron_core_files import MegatronCoreFiles
 
 Boxes = list[tuple[tuple[int, ...], tuple[int, ...]]]  # offset and shape of each box
 
@@ -58,6 +61,35 @@ class _BoxPlanner(SavePlanner):
         return self._tensors[key][0][window].clone()
 
 
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """Returns the weights and optimizer states of a checkpoint, by key: any shape and dtype."""
+    files = MegatronCoreFiles.open(folder)
+    raw = VerifiedCheckpoint(folder, {}, files.metadata, files.checked())
+    found = {key: torch.empty(shape, dtype=dtype) for key, (shape, dtype) in raw.tensors.items()}
+    StreamReader(raw).fill([ShardedTensor.whole(key, tensor) for key, tensor in found.items()])
+    return found
+
+
+def saved(value: Any) -> bytes:
+    """Returns the output of torch.save."""
+    content = io.BytesIO()
+    torch.save(value, content)
+    return content.getvalue()
+
+
+def write_entries(folder: Path, tensors: dict[str, Tensor], objects: dict[str, bytes]) -> None:
+    """Writes tensors, each in one box, and the bytes of objects, without common.pt."""
+    boxes: dict[str, tuple[Tensor, Boxes]] = {
+        key: (tensor, [((0,) * tensor.ndim, tuple(tensor.shape))]) for key, tensor in tensors.items()
+    }
+    _write(folder, boxes, objects)
+
+
+def _write(folder: Path, tensors: dict[str, tuple[Tensor, Boxes]], objects: dict[str, bytes]) -> None:
+    dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=_BoxPlanner(tensors, objects))
+    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+
+
 def write_megatron_core(
     folder: Path, tensors: dict[str, tuple[Tensor, Boxes]], *, args: dict[str, Any] | None, iteration: int | None
 ) -> None:
@@ -67,7 +99,6 @@ def write_megatron_core(
     moment = {
         f"optimizer.state.exp_avg.{key}": tensors[key] for key in ("decoder.final_layernorm.weight",) if key in tensors
     }
-    dcp.save({}, storage_writer=dcp.FileSystemWriter(folder), planner=_BoxPlanner({**tensors, **moment}, objects))
-    (folder / "metadata.json").write_text(json.dumps({"sharded_backend": "torch_dist", "sharded_backend_version": 1}))
+    _write(folder, {**tensors, **moment}, objects)
     common = {} if iteration is None else {"iteration": iteration}
     torch.save(common if args is None else {**common, "args": argparse.Namespace(**args)}, folder / "common.pt")
