@@ -72,6 +72,8 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
         # The folder may belong to a run with optimizer states, which legacy files do not contain.
         raise ValueError(f"--save is {save}: {folder} already exists and is not overwritten; give a new folder")
     args = _args_of_files(files, vocab_size)
+    if first.unknown:
+        print(f"not converted, because it is unknown: {', '.join(first.unknown)}")
     checkpoint = as_checkpoint(files, args, parts_of_gpt)
     save_stream(all_tensors(checkpoint), folder, common=common_of_weights(args, first.args, iteration=first.iteration))
     write_tracker(str(save), first.iteration)

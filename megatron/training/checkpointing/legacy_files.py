@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron.core.dist_checkpointing.storage import check_records, load_allowed
 from megatron.training.checkpointing.folder import LEGACY_FILE, LEGACY_FILES
-from megatron.training.checkpointing.megatron_objects import ALLOWED, FUSED_NORMS, NOT_WEIGHTS, VERSIONS
+from megatron.training.checkpointing.megatron_objects import ALLOWED, FUSED_NORMS, KNOWN_VALUES, NOT_WEIGHTS, VERSIONS
 from megatron.training.checkpointing.train_state import is_count
 
 _RANK_FOLDER = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?(?:_(\d{3,}))?")
@@ -60,12 +60,17 @@ class LegacyRank:
 
 @dataclass(frozen=True)
 class LegacyFile:
-    """Contents of one file. chunks: for each virtual stage, memory-mapped parameters by Megatron's names, any shape."""
+    """Contents of one file.
+
+    chunks: for each virtual stage, memory-mapped parameters by Megatron's names, any shape. unknown: names of other
+    values that no reader here knows.
+    """
 
     path: Path
     args: dict[str, Any]
     iteration: int
     chunks: list[dict[str, Tensor]]
+    unknown: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -193,7 +198,8 @@ def _checked(path: Path, content: Any) -> LegacyFile:
             "key and value rows"
         )
     chunks = _chunks(path, content)
-    return LegacyFile(path, dict(vars(args)), iteration, [_tensors(path, chunk) for chunk in chunks])
+    unknown = sorted(str(name) for name in content.keys() - KNOWN_VALUES - {"model"} if not _is_chunk(name))
+    return LegacyFile(path, dict(vars(args)), iteration, [_tensors(path, chunk) for chunk in chunks], tuple(unknown))
 
 
 def _chunks(path: Path, content: Mapping[str, Any]) -> list[dict[str, Any]]:

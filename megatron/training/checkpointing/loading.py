@@ -189,6 +189,7 @@ def _open_legacy(
     with all_ranks_agree():
         args = args_of_model(load_run_values(folder))
         files = LegacyFiles.open(folder)
+    _note_unknown(folder, files.first.unknown)
     return legacy.as_checkpoint(files, args, build_parts)
 
 
@@ -207,9 +208,13 @@ def _open_megatron_core(
         args = args_of_model(values)
         rows = megatron_core.vocabulary_rows(files, num_tokens=args.unpadded_vocab_size)
         [model] = build_parts(args, padded_vocab_size=rows)
-    if files.unknown:
-        print_rank_0(f"  note: {folder} also holds {megatron_core.named(files.unknown)}, which is not read")
+    _note_unknown(folder, files.unknown)
     return megatron_core.as_checkpoint(files, model, values=values, with_masters=args.bf16 or args.fp16)
+
+
+def _note_unknown(folder: Path, names: Sequence[str]) -> None:
+    if names:
+        print_rank_0(f"  note: {folder} also holds {megatron_core.named(names)}, which is not read")
 
 
 def _find(

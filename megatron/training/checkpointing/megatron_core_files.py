@@ -43,7 +43,7 @@ from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.logical_tensors import canonical_name
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.training.checkpointing.folder import MEGATRON_CORE_FILE
-from megatron.training.checkpointing.megatron_objects import ALLOWED, NOT_WEIGHTS, VERSIONS, Inert
+from megatron.training.checkpointing.megatron_objects import ALLOWED, KNOWN_VALUES, NOT_WEIGHTS, VERSIONS, Inert
 from megatron.training.checkpointing.train_state import is_count
 
 COMMON_FILE = "common.pt"
@@ -69,11 +69,6 @@ _OPTIMIZER_KEY = re.compile(r"(?:chained_\d+\.)?optimizer\.")
 _BUCKET_KEY = re.compile(rf"{_OPTIMIZER_KEY.pattern}distributed\.")
 # Modules of a model. An object below them that is not a known one would be a part of the model.
 _MODEL_KEY = re.compile(r"(embedding|decoder|encoder|mtp|output_layer)\.")
-# Values that are read, or have no counterpart in a run: progress in FLOPs, and the settings of the save itself.
-_KNOWN_VALUES = {
-    *("args", "iteration", "checkpoint_version", "optimizer", "opt_param_scheduler", "content_metadata"),
-    *("num_floating_point_operations_so_far", "rng_state", "rerun_state_machine"),
-}
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _LOCAL_HEADER_BYTES = 30  # precedes the name of a record in a zip archive
 
@@ -125,7 +120,7 @@ class MegatronCoreFiles:
         weights, states = _weights_and_states(kept)
         buckets = sorted(key for key in others if _BUCKET_KEY.match(key))
         entries = {key.split("/")[0] for key in others if not (_is_never_read(key) or _OPTIMIZER_KEY.match(key))}
-        unknown = sorted(entries | {str(name) for name in common.keys() - _KNOWN_VALUES})
+        unknown = sorted(entries | {str(name) for name in common.keys() - KNOWN_VALUES})
         return cls(folder, common, place, kept, pieces, len(others), weights, states, tuple(buckets), tuple(unknown))
 
     @property

@@ -18,6 +18,12 @@ from megatron.training.checkpointing.train_state import TrainState
 
 # Values of checkpoint_version. Earlier versions store the rows of query, key and value in a different order.
 VERSIONS = (2.0, 3.0)
+# Values in addition to the model that are read, or whose absence docs/checkpoints.md states, or that only describe the
+# save itself.
+KNOWN_VALUES = {
+    *("args", "iteration", "checkpoint_version", "optimizer", "opt_param_scheduler", "content_metadata"),
+    *("num_floating_point_operations_so_far", "rng_state", "rerun_state_machine"),
+}
 # Module entries that are not weights: kernel states, step counts, and values that are recomputed.
 NOT_WEIGHTS = ("_extra_state", "rotary_pos_emb.inv_freq", "local_tokens_per_expert")
 # Linear layers that follow a norm and may contain it.

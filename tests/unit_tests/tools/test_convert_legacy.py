@@ -113,6 +113,16 @@ def test_a_conversion_that_cannot_be_written_leaves_nothing(tmp_path: Path, monk
     assert written and not list((tmp_path / "again").iterdir())
 
 
+def test_values_of_a_file_that_are_unknown_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_files(whole_model(SHAPE), tmp_path / "legacy", "local")
+    first = sorted((tmp_path / "legacy").glob("iter_*/*/model_optim_rng.pt"))[0]
+    known = {"optimizer": {}, "rng_state": [], "opt_param_scheduler": {}, "num_floating_point_operations_so_far": 0}
+    content = torch.load(first, weights_only=False)
+    torch.save({**content, **known, "tokens_seen": 3, "dataloader_state": {}}, first)
+    convert("torch", "torch_dist", tmp_path / "legacy", tmp_path / "ours")
+    assert "not converted, because it is unknown: dataloader_state, tokens_seen\n" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_what_is_no_such_checkpoint_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

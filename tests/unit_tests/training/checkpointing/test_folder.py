@@ -203,3 +203,30 @@ def test_experts_that_a_run_makes_of_a_dense_checkpoint_stay_beside_its_argument
     assert model_arguments(dense, here={**asked, "moe_use_upcycling": False}) == dense
     experts = {**dense, "num_experts": 8, "moe_ffn_hidden_size": 16}
     assert model_arguments(experts, here=asked) == experts
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        (
+            [".metadata", "__0_0.distcp"],
+            "torch.distributed.checkpoint alone, .*fsdp_dtensor.*is not read",
+        ),
+        (["metadata.json", ".metadata"], "is in Megatron-Core's torch_dist format: choose it with --ckpt-step 7"),
+        (["mp_rank_00/model_optim_rng.pt"], "is in Megatron's older format .*: choose it with --ckpt-step 7"),
+    ],
+)
+def test_a_folder_of_another_format_is_never_a_start_from_scratch(tmp_path, names, message):
+    for name in names:
+        path = tmp_path / "iter_0000007" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    # With a tracker, Megatron's formats are found, and others are not complete.
+    if "__0_0.distcp" in names:
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text("7")
+    with pytest.raises(ValueError, match=message):
+        find_checkpoint(str(tmp_path))
+    if "__0_0.distcp" not in names:
+        assert find_checkpoint(str(tmp_path), step=7).path == tmp_path / "iter_0000007"
+        with pytest.raises(ValueError, match="is a single checkpoint: give its parent folder"):
+            find_checkpoint(str(tmp_path / "iter_0000007"))
