@@ -70,7 +70,9 @@ class TensorFiles:
                     code, shape = header.get_dtype(), tuple(header.get_shape())
                     if code not in _DTYPES:
                         raise ValueError(f"{path}: {name} is {code}: must be one of {', '.join(_DTYPES)}")
-                    self.kinds[name], self._paths[name] = TensorKind(shape, _DTYPES[code]), path
+                    # The index decides between copies, and must name a file that has one.
+                    if index.get(name, file) == file:
+                        self.kinds[name], self._paths[name] = TensorKind(shape, _DTYPES[code]), path
         for name, file in index.items():
             if name not in self._paths:
                 raise ValueError(f"{folder / file} does not contain {name}, which {INDEX_FILE} lists for this file")

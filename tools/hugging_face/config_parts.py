@@ -21,6 +21,13 @@ _YARN = {
     "mscale_all_dim": "mscale_all_dim",
     "truncate": "yarn_correction_range_round_to_int",
 }
+# All keys of rope_scaling and rope_parameters that are read.
+ROTATION_KEYS = (
+    *("rope_type", "type", "rope_theta", "partial_rotary_factor", "low_freq_factor", "high_freq_factor"),
+    *("attention_factor", "full_attention", "sliding_attention", *_YARN),
+)
+# Kinds of layers in layer_types, below which rope_parameters may be nested.
+LAYER_KINDS = ("full_attention", "sliding_attention")
 _MAX_WINDOW_LAYERS = 28  # default for a config.json without the key
 _LLAMA_3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
@@ -39,17 +46,14 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class Same:
-    """One value under two names. default: value for an absent key. also: alternative name of the key."""
+    """One value under two names. default: value for an absent key."""
 
     theirs: str
     ours: str
     default: Any = field(default=_REQUIRED)
-    also: str | None = None
 
     def read(self, config: Mapping[str, Any]) -> Values:
         value = config.get(self.theirs)
-        if value is None and self.also is not None:
-            value = config.get(self.also)
         if value is None:
             if self.default is _REQUIRED:
                 raise ValueError(f"config.json has no {self.theirs}, which models of this architecture require")
@@ -105,7 +109,8 @@ class Tied:
 class Heads:
     """Numbers of query heads and groups, and the head size.
 
-    has_width: whether config.json has a key for the head size. default_width: default of this key.
+    has_width: whether config.json always has a key for the head size. Without it, transformers still reads the key.
+    default_width: default of this key.
     """
 
     has_width: bool = True
@@ -114,7 +119,7 @@ class Heads:
     def read(self, config: Mapping[str, Any]) -> Values:
         heads = Same("num_attention_heads", "num_attention_heads").read(config)
         count = heads["num_attention_heads"]
-        width = (config.get("head_dim") or self.default_width) if self.has_width else None
+        width = config.get("head_dim") or self.default_width
         return {
             **heads,
             "group_query_attention": True,
@@ -124,7 +129,8 @@ class Heads:
 
     def write(self, settings: Mapping[str, Any]) -> Values:
         heads = settings["num_attention_heads"]
-        width = {"head_dim": settings["kv_channels"]} if self.has_width else {}
+        has_width = self.has_width or settings["kv_channels"] != settings["hidden_size"] // heads
+        width = {"head_dim": settings["kv_channels"]} if has_width else {}
         groups = settings["num_query_groups"] if settings["group_query_attention"] else heads
         return {"num_attention_heads": heads, "num_key_value_heads": groups, **width}
 
@@ -163,26 +169,31 @@ class Rotation:
     """Rotary position embeddings: base, rotated fraction of a head, and scaling.
 
     transformers before version 5 writes rope_theta and rope_scaling, and later versions write rope_parameters for both.
+    default: rope_parameters of a config.json with neither rope_scaling nor rope_parameters.
     """
 
     default_base: float = 10000.0
-    share: float | None = None  # default of partial_rotary_factor, or None if the family has no such key
+    share: float | None = None  # default of partial_rotary_factor, or None if the family rotates whole heads
     unstretched: str | None = None  # rope_type without scaling
+    default: Values | None = None
 
     def read(self, config: Mapping[str, Any]) -> Values:
-        rotation = rotation_of(config)
+        rotation = rotation_of(config, default=self.default)
         base = rotation.get("rope_theta") or self.default_base
         if int(base) != base:
             raise ValueError(f"config.json: rope_theta is {base}: only whole numbers can be converted")
         settings = {"position_embedding_type": "rope", "rotary_base": int(base), **_stretching(rotation)}
         settings.setdefault("rope_type", self.unstretched)
+        share = rotation.get("partial_rotary_factor") or self.share or 1.0
         if self.share is not None:
-            share = config.get("partial_rotary_factor") or rotation.get("partial_rotary_factor") or self.share
             settings["rotary_percent"] = float(share)
+        elif share != 1:
+            raise ValueError(f"config.json: partial_rotary_factor is {share}: only 1.0 can be converted")
         return settings
 
     def write(self, settings: Mapping[str, Any]) -> Values:
-        scaling: Values | None = None
+        # A family with a default of its own would read null as this default.
+        scaling: Values | None = None if self.default is None else {"rope_type": "default"}
         if settings["rope_type"] == "yarn":
             scaling = {"rope_type": "yarn", **{key: settings[name] for key, name in _YARN.items()}}
             if not settings["mscale_all_dim"]:
@@ -196,14 +207,36 @@ class Rotation:
         return {"rope_theta": float(settings["rotary_base"]), "rope_scaling": scaling, **share}
 
 
-def rotation_of(config: Mapping[str, Any]) -> Values:
-    """Returns the rotary settings of either form of config.json as one dict."""
-    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+def rotation_of(config: Mapping[str, Any], *, default: Values | None = None) -> Values:
+    """Returns the rotary settings of either form of config.json as one dict, with the precedence of transformers.
+
+    Of rope_scaling and rope_parameters, the first one that is not empty applies, and its keys precede the keys of the
+    same name next to it. default: applies if both are absent. Raises ValueError if the settings differ between layers.
+    """
+    written = config.get("rope_scaling"), config.get("rope_parameters")
+    found = dict(written[0] or written[1] or (default if written[1] is None else None) or {})
+    of_layers = {kind: value for kind, value in found.items() if isinstance(value, dict) or kind in LAYER_KINDS}
+    if of_layers:
+        [first, *others] = of_layers.values()
+        if first is None or any(other != first for other in others) or len(of_layers) < len(found):
+            raise ValueError(
+                f"config.json: rope_parameters has different values for {', '.join(found)}: can be converted only if "
+                "all layers have the same"
+            )
+        found = dict(first)
     # Key of transformers before 4.43.
     kind = found.pop("type", None)
     found.setdefault("rope_type", kind or "default")
-    if config.get("rope_theta") is not None:
-        found.setdefault("rope_theta", config["rope_theta"])
+    for name in ("rope_theta", "partial_rotary_factor"):
+        value = config.get(name)
+        if value is not None:
+            found.setdefault(name, value)
+    # Unlike the others, this key precedes the one in the dict.
+    original = config.get("original_max_position_embeddings")
+    if found["rope_type"] in ("yarn", "llama3"):
+        found["original_max_position_embeddings"] = (
+            original or found.get("original_max_position_embeddings") or config.get("max_position_embeddings")
+        )
     return found
 
 
@@ -234,8 +267,9 @@ def _yarn(rotation: Mapping[str, Any]) -> Values:
             f"config.json: attention_factor is {rotation['attention_factor']}: can be converted only if it is derived "
             "from mscale and mscale_all_dim"
         )
-    defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "truncate": True}
+    defaults = {"beta_fast": 32.0, "beta_slow": 1.0}
     found = {**defaults, **{key: value for key, value in rotation.items() if value is not None}}
+    found["truncate"] = bool(rotation.get("truncate", True))
     mscale, all_dim = found.get("mscale") or 0.0, found.get("mscale_all_dim") or 0.0
     if all_dim and not mscale:
         raise ValueError(f"config.json: mscale_all_dim is {all_dim} without mscale: cannot be converted")
@@ -267,21 +301,20 @@ class Windows:
     def read(self, config: Mapping[str, Any]) -> Values:
         none = {"window_size": None, "window_attn_skip_freq": None}
         size = config.get("sliding_window", self.default_size)
-        if not size or (self.switch and not config.get("use_sliding_window", False)):
-            return none
-        pattern = self._pattern(config)
-        if not any(pattern):
+        # Read even without a window, so that these keys do not count as unknown.
+        pattern, is_on = self._pattern(config), not self.switch or config.get("use_sliding_window", False)
+        if not size or not is_on or not any(pattern):
             return none
         # transformers' window includes the token itself.
         return {"window_size": (size - 1, 0), "window_attn_skip_freq": None if all(pattern) else pattern}
 
     def _pattern(self, config: Mapping[str, Any]) -> list[int]:
         layers, kinds = range(config["num_hidden_layers"]), config.get("layer_types")
+        border = config.get("max_window_layers", _MAX_WINDOW_LAYERS)
         if self.rule is WindowRule.EVERY:
             return [1 for _ in layers]
         if kinds is not None:
             return [int(kind == "sliding_attention") for kind in kinds]
-        border = config.get("max_window_layers", _MAX_WINDOW_LAYERS)
         if self.rule is WindowRule.FROM_A_LAYER:
             return [int(layer >= border) for layer in layers]
         end = border if self.rule is WindowRule.BELOW_A_LAYER else len(layers)

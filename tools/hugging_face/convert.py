@@ -26,7 +26,13 @@ from megatron.tools.hugging_face.companions import CONFIG_FILE, carry, companion
 from megatron.tools.hugging_face.families import Family
 from megatron.tools.hugging_face.names import HubTensor, hub_tensors, is_mtp_tensor
 from megatron.tools.hugging_face.quantized import PlainFiles
-from megatron.tools.hugging_face.settings import config_of_settings, family_of_config, settings_of_config, with_defaults
+from megatron.tools.hugging_face.settings import (
+    config_of_settings,
+    family_of_config,
+    settings_of_config,
+    unread_keys,
+    with_defaults,
+)
 from megatron.tools.merge_adapters import merge_adapters
 from megatron.tools.safetensors_files import TensorFiles, TensorKind, new_folder, write_tensor_files
 from megatron.tools.stored_checkpoints import NOT_WEIGHTS, checkpoint_of_load
@@ -43,6 +49,8 @@ _NORM_WEIGHTS = ("layernorm.weight", "enorm.weight", "hnorm.weight")
 # Tables that older versions of transformers stored with the weights.
 _DERIVED = "rotary_emb.inv_freq"
 _OUTPUT, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+# End of the name of a tensor with all experts of a layer.
+_STACKED = ".experts.gate_up_proj"
 _MAX_NAMED = 4
 
 
@@ -50,7 +58,8 @@ _MAX_NAMED = 4
 class HubModel:
     """A hub model in a folder: its family, settings, files and required tensors.
 
-    left_out: tensors in the files that are not converted.
+    left_out: tensors in the files that are not converted. unread: keys of config.json that are not read, although they
+    are not known to be without effect.
     """
 
     family: Family
@@ -58,6 +67,7 @@ class HubModel:
     files: PlainFiles
     tensors: tuple[HubTensor, ...]
     left_out: tuple[str, ...]
+    unread: tuple[str, ...]
 
     @classmethod
     def open(cls, folder: Path) -> "HubModel":
@@ -71,11 +81,13 @@ class HubModel:
         if not any(is_mtp_tensor(name, settings) for name in files.kinds):
             # transformers does not write them.
             settings["mtp_num_layers"] = None
-        every = tuple(hub_tensors(family, settings))
+        has_stacked = not family.names.interleaved and any(name.endswith(_STACKED) for name in files.kinds)
+        names = family.names.in_memory if has_stacked else family.names
+        every = tuple(hub_tensors(family, settings, names=names))
         tensors = tuple(tensor for tensor in every if tensor.copy_of is None)
         _check_presence(tensors, files)
         _check_copies(every, files)
-        return cls(family, settings, files, tensors, _extra_tensors(every, files))
+        return cls(family, settings, files, tensors, _extra_tensors(every, files), tuple(unread_keys(config)))
 
     def dtype(self) -> torch.dtype:
         """Returns the most common dtype of its tensors."""
@@ -93,6 +105,8 @@ def from_hub(load: Path, save: Path, *, dtype: torch.dtype | None = None) -> Pat
         raise ValueError(f"--save is {save}: it already contains checkpoints; give a new folder")
     for name in model.left_out:
         print(f"not converted: {name}")
+    for key in model.unread:
+        print(f"not read from {CONFIG_FILE}: {key}")
     target = save / RELEASE
     common = {
         "iteration": 0,
@@ -258,7 +272,10 @@ def _extra_tensors(tensors: tuple[HubTensor, ...], files: PlainFiles) -> tuple[s
     if unknown == [_OUTPUT] and files.have_same(_OUTPUT, _EMBEDDING):
         unknown = []
     if unknown:
-        raise ValueError(f"{files.folder} does not match its {CONFIG_FILE}: {_named([], unknown)}")
+        hint = ""
+        if unknown == [_OUTPUT]:
+            hint = f"; it differs from {_EMBEDDING}, although tie_word_embeddings is true in {CONFIG_FILE}"
+        raise ValueError(f"{files.folder} does not match its {CONFIG_FILE}: {_named([], unknown)}{hint}")
     return tuple(extra)
 
 

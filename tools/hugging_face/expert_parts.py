@@ -71,8 +71,8 @@ class ExpertGroups:
     """Groups of experts, of which each token uses some. One group means no grouping."""
 
     def read(self, config: Mapping[str, Any]) -> Values:
-        groups = config.get("n_group") or 1
-        chosen = config.get("topk_group") if groups > 1 else None
+        groups, chosen = config.get("n_group") or 1, config.get("topk_group")
+        chosen = chosen if groups > 1 else None
         experts = config["num_experts_per_tok"]
         # transformers scores a group by the sum of its two best experts. Here the experts that a token uses per group
         # are summed.
@@ -93,6 +93,7 @@ class GroupLimitedGreedy:
 
     def read(self, config: Mapping[str, Any]) -> Values:
         method = config.get("topk_method") or "greedy"
+        groups, chosen = config.get("n_group"), config.get("topk_group")
         none: Values = {"moe_router_num_groups": None, "moe_router_group_topk": None, "moe_router_group_score": "sum"}
         if method == "greedy":
             return none
@@ -100,7 +101,9 @@ class GroupLimitedGreedy:
             raise ValueError(
                 f"config.json: topk_method is {method!r}: only greedy and group_limited_greedy are supported"
             )
-        groups, chosen = config["n_group"], config["topk_group"]
+        for name, value in (("n_group", groups), ("topk_group", chosen)):
+            if value is None:
+                raise KeyError(name)
         return {"moe_router_num_groups": groups, "moe_router_group_topk": chosen, "moe_router_group_score": "max"}
 
     def write(self, settings: Mapping[str, Any]) -> Values:

@@ -3,7 +3,8 @@
 settings.py selects the architecture for given settings and updates config.json.
 """
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 
 from megatron.tools.hugging_face.config_parts import (
     Fixed,
@@ -14,6 +15,7 @@ from megatron.tools.hugging_face.config_parts import (
     Rotation,
     Same,
     Tied,
+    Values,
     WindowRule,
     Windows,
 )
@@ -36,7 +38,8 @@ class FeedForwardNames:
 
     block: module of the router and the experts. gate, up, down: matrices of an expert. bias: expert bias of the router.
     shared, shared_gate: shared expert and its gate. router: routing matrix. interleaved: whether one tensor contains
-    all experts, with gate and up in alternating columns.
+    all experts, with gate and up in alternating columns. stacked: whether one tensor contains all experts, with the
+    rows of gate before those of up.
     """
 
     block: str = "mlp"
@@ -48,16 +51,30 @@ class FeedForwardNames:
     shared_gate: str = "shared_expert_gate"
     router: str = "gate"
     interleaved: bool = False
+    stacked: bool = False
+
+    @property
+    def in_memory(self) -> "FeedForwardNames":
+        """Names in the modules of transformers 5, which save_pretrained(save_original_format=False) also writes."""
+        return self if self.interleaved else replace(self, block="mlp", stacked=True)
 
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """An architecture: its names in config.json, its config.json parts and its tensor names."""
+    """An architecture: its names in config.json, its config.json parts and its tensor names.
+
+    defaults: values of transformers for absent keys, unless a part defines them. null is not absent. aliases: further
+    names of keys, which transformers maps to the names in `parts`. derived: keys that transformers always computes from
+    others.
+    """
 
     model_type: str
     architecture: str
     parts: tuple[Part, ...]
     names: FeedForwardNames = field(default_factory=FeedForwardNames)
+    defaults: Values = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    derived: tuple[str, ...] = ()
 
     @property
     def has_experts(self) -> bool:
@@ -108,6 +125,7 @@ _FINE_GRAINED_EXPERTS: tuple[Part, ...] = (
     Fixed({"moe_shared_expert_gate": False, "moe_router_dtype": "fp32"}),
     Only("moe_layer_freq", 1),
 )
+_FINE_GRAINED_ALIASES = {"num_local_experts": "n_routed_experts", "num_mtp_layers": "num_nextn_predict_layers"}
 _SIGMOID = Fixed(
     {
         "moe_router_score_function": "sigmoid",
@@ -159,16 +177,21 @@ _QWEN: tuple[Part, ...] = (
 )
 _QWEN_2 = Fixed({"add_qkv_bias": True, "qk_layernorm": False})
 _QWEN_3 = Fixed({"add_qkv_bias": False, "qk_layernorm": True})
-QWEN_2 = Family("qwen2", "Qwen2ForCausalLM", (*_DECODER, *_DENSE, Heads(has_width=False), *_QWEN, _QWEN_2, Windows()))
+QWEN_2 = Family(
+    "qwen2",
+    "Qwen2ForCausalLM",
+    (*_DECODER, *_DENSE, Heads(has_width=False), *_QWEN, _QWEN_2, Windows()),
+    defaults={"num_key_value_heads": 32},
+)
 QWEN_3 = Family(
     "qwen3",
     "Qwen3ForCausalLM",
     (*_DECODER, *_DENSE, Heads(default_width=128), *_QWEN, _QWEN_3, Windows(), Only("attention_bias", False)),
+    defaults={"num_key_value_heads": 32},
 )
 _QWEN_EXPERTS: tuple[Part, ...] = (
     *_EXPERTS,
-    # transformers 5 writes this key under Mixtral's name for some models.
-    Same("num_experts", "num_experts", also="num_local_experts"),
+    Same("num_experts", "num_experts"),
     Same("intermediate_size", "ffn_hidden_size"),
     Same("moe_intermediate_size", "moe_ffn_hidden_size"),
     SparseLayers(),
@@ -190,6 +213,7 @@ QWEN_2_MOE = Family(
         Fixed({"moe_shared_expert_gate": True}),
     ),
     FeedForwardNames(shared="shared_expert"),
+    defaults={"num_key_value_heads": 16, "shared_expert_intermediate_size": 5632},
 )
 QWEN_3_MOE = Family(
     "qwen3_moe",
@@ -205,6 +229,9 @@ QWEN_3_MOE = Family(
         _NO_SHARED,
         Only("attention_bias", False),
     ),
+    defaults={"num_key_value_heads": 4},
+    # transformers 5 writes this key.
+    aliases={"num_local_experts": "num_experts"},
 )
 MIXTRAL = Family(
     "mixtral",
@@ -227,6 +254,8 @@ MIXTRAL = Family(
         Fixed({"moe_layer_freq": 1, "moe_router_pre_softmax": False}),
     ),
     FeedForwardNames("block_sparse_moe", "w1", "w3", "w2"),
+    defaults={"num_key_value_heads": 8},
+    aliases={"num_experts": "num_local_experts"},
 )
 GLM_4_MOE = Family(
     "glm4_moe",
@@ -247,6 +276,14 @@ GLM_4_MOE = Family(
         _NO_WINDOW,
         MTPLayers(),
     ),
+    defaults={
+        "num_key_value_heads": 8,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 1,
+        "topk_group": 1,
+        "num_nextn_predict_layers": 1,
+    },
+    aliases=_FINE_GRAINED_ALIASES,
 )
 _DEEPSEEK: tuple[Part, ...] = (
     *_DECODER,
@@ -262,6 +299,7 @@ _DEEPSEEK: tuple[Part, ...] = (
     Fixed({"layernorm_epsilon": 1e-6, "add_qkv_bias": False, "attention_output_gate": False, "qk_layernorm": True}),
     _NO_WINDOW,
 )
+_LATENT_WIDTHS = ("head_dim", "qk_head_dim")
 DEEPSEEK_V2 = Family(
     "deepseek_v2",
     "DeepseekV2ForCausalLM",
@@ -273,6 +311,9 @@ DEEPSEEK_V2 = Family(
         Only("scoring_func", "softmax"),
         _SOFTMAX_OF_ALL,
     ),
+    defaults={"q_lora_rank": 1536, "n_shared_experts": 2},
+    aliases={"num_experts": "n_routed_experts"},
+    derived=_LATENT_WIDTHS,
 )
 DEEPSEEK_V3 = Family(
     "deepseek_v3",
@@ -287,6 +328,17 @@ DEEPSEEK_V3 = Family(
         Only("topk_method", "noaux_tc"),
         MTPLayers(),
     ),
+    defaults={
+        "q_lora_rank": 1536,
+        "n_shared_experts": 1,
+        "first_k_dense_replace": 3,
+        "routed_scaling_factor": 2.5,
+        "n_group": 8,
+        "topk_group": 4,
+        "num_nextn_predict_layers": 1,
+    },
+    aliases=_FINE_GRAINED_ALIASES,
+    derived=_LATENT_WIDTHS,
 )
 GPT_OSS = Family(
     "gpt_oss",
@@ -298,7 +350,17 @@ GPT_OSS = Family(
         Same("num_local_experts", "num_experts"),
         ExpertWidth(),
         Heads(default_width=64),
-        Rotation(default_base=150000.0),
+        Rotation(
+            default_base=150000.0,
+            default={
+                "rope_type": "yarn",
+                "factor": 32.0,
+                "beta_fast": 32.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        ),
         _WHOLE_HEADS,
         Windows(WindowRule.ALTERNATING, switch=False, default_size=128),
         Same("rms_norm_eps", "layernorm_epsilon", 1e-5),
@@ -321,6 +383,8 @@ GPT_OSS = Family(
         ),
     ),
     FeedForwardNames(router="router", interleaved=True),
+    defaults={"num_key_value_heads": 8},
+    aliases={"num_experts": "num_local_experts"},
 )
 
 FAMILIES: tuple[Family, ...] = (

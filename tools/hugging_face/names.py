@@ -29,18 +29,21 @@ class HubTensor:
     copy_of: str | None = None
 
 
-def hub_tensors(family: Family, settings: Mapping[str, Any]) -> Iterator[HubTensor]:
-    """Yields all tensors of a model with these settings, layer by layer."""
+def hub_tensors(
+    family: Family, settings: Mapping[str, Any], *, names: FeedForwardNames | None = None
+) -> Iterator[HubTensor]:
+    """Yields all tensors of a model with these settings, layer by layer. names: None means the names of the family."""
+    names = names or family.names
     vocabulary = (settings["vocab_size"], settings["hidden_size"])
     yield _same("model.embed_tokens.weight", _EMBEDDING, *vocabulary)
     for number, has_experts in enumerate(expert_layers(settings)):
-        layer = _Layer(f"model.layers.{number}.", f"decoder.layers.{number}.", settings, family.names)
+        layer = _Layer(f"model.layers.{number}.", f"decoder.layers.{number}.", settings, names)
         yield from layer.tensors(bool(has_experts))
     yield _same("model.norm.weight", "decoder.final_layernorm.weight", vocabulary[1])
     if settings["untie_embeddings_and_output_weights"]:
         yield _same("lm_head.weight", _OUTPUT, *vocabulary)
     for depth in range(settings.get("mtp_num_layers") or 0):
-        yield from _mtp_layer(depth, settings, names=family.names)
+        yield from _mtp_layer(depth, settings, names=names)
 
 
 def is_mtp_tensor(name: str, settings: Mapping[str, Any]) -> bool:
@@ -138,7 +141,10 @@ class _Layer:
             yield self._same(f"{names.block}.{names.router}.bias", "mlp.router.bias", count)
         if settings["moe_router_enable_expert_bias"]:
             yield self._same(f"{names.block}.{names.bias}", "mlp.router.expert_bias", count)
-        yield from self._interleaved_experts() if names.interleaved else self._numbered_experts()
+        if names.interleaved:
+            yield from self._interleaved_experts()
+        else:
+            yield from self._stacked_experts() if names.stacked else self._numbered_experts()
         if settings["moe_shared_expert_intermediate_size"] is not None:
             shared = settings["moe_shared_expert_intermediate_size"]
             yield from self._gated(f"{names.block}.{names.shared}", "mlp.shared_experts", width=shared)
@@ -159,6 +165,22 @@ class _Layer:
             for name, key, shape in matrices:
                 piece = _row(f"{self.ours}mlp.experts.{key}", shape, row=expert, rows=count)
                 yield self._tensor(f"{names.block}.experts.{expert}.{name}.weight", shape, piece)
+
+    def _stacked_experts(self) -> Iterator[HubTensor]:
+        """Yields tensors of all experts together, with the rows of gate before those of up."""
+        settings, block = self.settings, self.names.block
+        hidden, width, count = settings["hidden_size"], settings["moe_ffn_hidden_size"], settings["num_experts"]
+        fc1, shape = f"{self.ours}mlp.experts.linear_fc1.weight", (count, width, hidden)
+        stride = (2 * width * hidden, hidden, 1)
+        yield self._tensor(
+            f"{block}.experts.gate_up_proj",
+            (count, 2 * width, hidden),
+            *(
+                _window(f"{fc1}.{part}", shape, stride=stride, start=number * width * hidden)
+                for number, part in enumerate(("gate", "up"))
+            ),
+        )
+        yield self._same(f"{block}.experts.down_proj", "mlp.experts.linear_fc2.weight", count, hidden, width)
 
     def _interleaved_experts(self) -> Iterator[HubTensor]:
         """Yields tensors of all experts together, input dimension first, with gate and up in alternating columns."""

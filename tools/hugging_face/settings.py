@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.tools.hugging_face.config_kinds import without_unset_counts
-from megatron.tools.hugging_face.config_parts import Values, window_pattern
+from megatron.tools.hugging_face.config_parts import ROTATION_KEYS, Values, window_pattern
 from megatron.tools.hugging_face.expert_parts import expert_layers
 from megatron.tools.hugging_face.families import FAMILIES, Family
 from megatron.tools.hugging_face.quantized import QUANTIZATION, require_known_quantization
@@ -18,7 +18,18 @@ from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, flag_table
 _NOT_COMPARED = ("seq_length", "make_vocab_size_divisible_by", "padded_vocab_size")
 _COMPARED = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_COMPARED), "vocab_size")
 # Settings of alternative position embeddings.
-_ROTATION = ("rope_theta", "rope_scaling", "rope_parameters")
+_ROTATION = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
+# Keys that change no logits: names, tokens, losses of training, generation, quantization (which is dequantized), and
+# names under which the original files of gpt-oss repeat other keys.
+_WITHOUT_EFFECT = (
+    *("architectures", "model_type", "dtype", "torch_dtype", "transformers_version", "auto_map", "_name_or_path"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class"),
+    *("output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "aux_loss_alpha", "seq_aux"),
+    *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "pretraining_tp", "ep_size"),
+    *("chunk_size_feed_forward", "is_encoder_decoder", "problem_type", "id2label", "label2id"),
+    *("_attn_implementation", "attn_implementation", "_experts_implementation", "experts_implementation"),
+    *(QUANTIZATION, "initial_context_length", "experts_per_token"),
+)
 
 
 def family_of_config(config: Mapping[str, Any]) -> Family:
@@ -42,16 +53,67 @@ def settings_of_config(config: Mapping[str, Any]) -> Values:
 
     Raises ValueError naming a missing key, or a value without a corresponding setting.
     """
+    return _read(config)[0]
+
+
+def unread_keys(config: Mapping[str, Any]) -> list[str]:
+    """Returns the keys of a config.json that determine no setting, except keys that are known to change no logits.
+
+    Includes keys of rope_scaling and rope_parameters. Raises the errors of settings_of_config.
+    """
+    family, keys = family_of_config(config), _read(config)[1]
+    known = keys.used | set(family.aliases) | set(family.derived) | set(_WITHOUT_EFFECT)
+    rotations = {name: config.get(name) or {} for name in ("rope_scaling", "rope_parameters")}
+    unread = [key for key, value in config.items() if key not in known and value is not None]
+    if all(rotations.values()):
+        # As in transformers, the other one applies.
+        unread.append("rope_parameters")
+    for name, rotation in rotations.items():
+        for part in (rotation, *(value for value in rotation.values() if isinstance(value, dict))):
+            unread += [f"{name}.{key}" for key in part if key not in ROTATION_KEYS]
+    return sorted(set(unread))
+
+
+class _ReadKeys(dict[str, Any]):
+    """A config.json that records which of its keys are read."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        super().__init__(config)
+        self.used: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        self.used.add(key)
+        return super().__getitem__(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.used.add(key)
+        return super().get(key, default)
+
+
+def _read(config: Mapping[str, Any]) -> tuple[Values, _ReadKeys]:
+    """Returns the settings, and the config.json with the record of its keys."""
     family = family_of_config(config)
     require_known_quantization(config)
-    config = without_unset_counts(config)
+    keys = _ReadKeys(without_unset_counts({**family.defaults, **_without_aliases(config, family)}))
     settings: Values = {}
     for part in family.parts:
         try:
-            settings |= part.read(config)
+            settings |= part.read(keys)
         except KeyError as error:
             raise ValueError(f"config.json has no {error.args[0]}, which {family.architecture} requires") from error
-    return settings
+    return settings, keys
+
+
+def _without_aliases(config: Mapping[str, Any], family: Family) -> Values:
+    """Renames keys to the names of the family's parts. Raises ValueError if a value has two names and differs."""
+    found = {key: value for key, value in config.items() if key not in family.aliases}
+    for alias, key in family.aliases.items():
+        value, other = config.get(alias), config.get(key)
+        if None not in (value, other) and value != other:
+            raise ValueError(f"config.json: {key} is {other!r}, but {alias} is {value!r}: must be equal")
+        if value is not None:
+            found[key] = value
+    return found
 
 
 def with_defaults(settings: Mapping[str, Any]) -> Values:
@@ -147,14 +209,13 @@ def differing(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str,
 def _kept_up(carried: Mapping[str, Any], wanted: Mapping[str, Any], *, settings: Mapping[str, Any]) -> Values:
     if not differing(carried, wanted):
         return dict(carried)
-    written = _written(family_of_config(carried), settings)
-    kept = {key: value for key, value in carried.items() if key not in _ROTATION}
+    family = family_of_config(carried)
+    written = _written(family, settings)
+    kept = {key: value for key, value in carried.items() if key not in _ROTATION and key not in family.aliases}
     config = {**kept, **written}
     left = differing(config, wanted)
     if left:
-        raise ValueError(
-            f"{family_of_config(carried).architecture} of the files next to the checkpoint differs in {_words(left)}"
-        )
+        raise ValueError(f"{family.architecture} of the files next to the checkpoint differs in {_words(left)}")
     return config
 
 
@@ -173,9 +234,9 @@ def _written(family: Family, settings: Mapping[str, Any]) -> Values:
 
 
 def _with_dtype(config: Values, dtype: str) -> Values:
-    # Later versions of transformers write the first key. All versions read both.
-    key = "torch_dtype" if "torch_dtype" in config else "dtype"
-    return config if config.get(key) == dtype else {**config, key: dtype}
+    # Version 5 of transformers writes dtype, earlier ones torch_dtype. Version 5 reads both, and prefers dtype.
+    keys = [key for key in ("dtype", "torch_dtype") if config.get(key) is not None] or ["dtype"]
+    return config if all(config.get(key) == dtype for key in keys) else {**config, **dict.fromkeys(keys, dtype)}
 
 
 def _words(different: Mapping[str, tuple[Any, Any]]) -> str:
