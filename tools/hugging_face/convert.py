@@ -308,10 +308,14 @@ def _run_arguments(model: HubModel, dtype: torch.dtype, *, companions: Path, sou
 
 
 def _model_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a run's checkpoint, with the unpadded vocabulary size."""
-    settings = with_defaults({**stored, "vocab_size": stored["unpadded_vocab_size"]})
-    if not settings.get("group_query_attention"):
-        settings["num_query_groups"] = settings["num_attention_heads"]
-    if settings["kv_channels"] is None:  # as in checkpoints converted from Megatron-Core
-        settings["kv_channels"] = settings["hidden_size"] // settings["num_attention_heads"]
-    return settings
+    """Returns the settings of a run's checkpoint, with the unpadded vocabulary size.
+
+    Raises ValueError for a setting that changes the logits, and that config.json and weights cannot express.
+    """
+    for name in ("moe_router_load_balancing_type", "spec"):
+        value = stored.get(name)
+        if value is not None and (name == "spec" or "sinkhorn" in value):
+            raise ValueError(
+                f"--{name.replace('_', '-')} is {value}: cannot be converted, because no architecture has it"
+            )
+    return with_defaults({**stored, "vocab_size": stored["unpadded_vocab_size"]})

@@ -7,6 +7,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from megatron.core.models.gpt.gpt_config import default_ffn_hidden_size
 from megatron.tools.hugging_face.config_kinds import without_unset_counts
 from megatron.tools.hugging_face.config_parts import ROTATION_KEYS, Values, window_pattern
 from megatron.tools.hugging_face.expert_parts import expert_layers
@@ -117,28 +118,37 @@ def _without_aliases(config: Mapping[str, Any], family: Family) -> Values:
 
 
 def with_defaults(settings: Mapping[str, Any]) -> Values:
-    """Returns the defaults of all flags updated by `settings`, because older checkpoints do not contain newer flags."""
-    return {**{name: flag.default for name, flag in flag_table().by_dest.items()}, **settings}
+    """Returns the settings of a run, with the defaults of unset ones and the values that a run derives from others.
+
+    Older checkpoints do not contain newer flags.
+    """
+    values = {**{name: flag.default for name, flag in flag_table().by_dest.items()}, **settings}
+    if values["ffn_hidden_size"] is None:
+        values["ffn_hidden_size"] = default_ffn_hidden_size(values["hidden_size"], swiglu=bool(values["swiglu"]))
+    if values["num_experts"] is not None and values["moe_ffn_hidden_size"] is None:
+        values["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
+    if not values["group_query_attention"]:
+        values["num_query_groups"] = values["num_attention_heads"]
+    if values["kv_channels"] is None and not values["multi_latent_attention"]:
+        values["kv_channels"] = values["hidden_size"] // values["num_attention_heads"]
+    if values["max_position_embeddings"] is None:
+        values["max_position_embeddings"] = values["seq_length"]
+    return values
 
 
 def comparable_settings(settings: Mapping[str, Any]) -> Values:
     """Returns the command-line defaults updated by `settings`, in a canonical form for comparison."""
-    defaults = {name: flag_table().by_dest[name].default for name in _COMPARED}
-    values = {**defaults, **{name: value for name, value in settings.items() if name in _COMPARED}}
+    full = with_defaults(settings)
+    values = {name: full[name] for name in _COMPARED}
     if values["num_experts"] is None:
-        values |= {name: default for name, default in defaults.items() if name.startswith("moe_")}
-    elif values["moe_ffn_hidden_size"] is None:
-        values["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
+        values |= {name: flag_table().by_dest[name].default for name in values if name.startswith("moe_")}
     pattern = expert_layers(values)
     # The width of dense layers has no meaning without dense layers.
     values |= {"ffn_hidden_size": None if all(pattern) else values["ffn_hidden_size"], "moe_layer_freq": pattern}
-    if not values["group_query_attention"]:
-        values |= {"group_query_attention": True, "num_query_groups": values["num_attention_heads"]}
+    values["group_query_attention"] = True
     # Latent attention has its own head sizes.
     if values["multi_latent_attention"]:
         values["kv_channels"] = None
-    elif values["kv_channels"] is None:
-        values["kv_channels"] = values["hidden_size"] // values["num_attention_heads"]
     values["mtp_num_layers"] = values["mtp_num_layers"] or None
     # Does not distinguish models: a conversion adds the 1 that stored norm weights do not include.
     values["layernorm_zero_centered_gamma"] = False
@@ -225,8 +235,6 @@ def _written(family: Family, settings: Mapping[str, Any]) -> Values:
     for name, value in comparable_settings(settings).items():
         if full[name] is None or name in ("group_query_attention", "num_query_groups"):
             full[name] = value
-    if full["ffn_hidden_size"] is None:
-        full["ffn_hidden_size"] = full["moe_ffn_hidden_size"]
     config: Values = {"architectures": [family.architecture], "model_type": family.model_type}
     for part in family.parts:
         config |= part.write(full)
