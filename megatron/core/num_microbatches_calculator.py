@@ -40,10 +40,9 @@ class BatchSchedule:
         """Returns the schedule with each size rounded down to a multiple of `multiple`."""
         return replace(self, sizes=tuple(size // multiple * multiple for size in self.sizes))
 
-    def samples_after(self, iterations: int) -> int:
-        """Returns the number of samples that the first `iterations` steps consume."""
-        consumed = 0
-        for size, steps in self._phases():
+    def samples_after(self, iterations: int, *, consumed: int = 0) -> int:
+        """Returns the number of consumed samples `iterations` steps after `consumed` samples."""
+        for size, steps in self._phases(consumed):
             taken = iterations if steps is None else min(steps, iterations)
             consumed += taken * size
             iterations -= taken

@@ -21,7 +21,7 @@ from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing.folder import complete_iterations
 from megatron.training.config import CONTINUE_RUN
 from megatron.training.run import TrainingRun
-from megatron.training.setup import position_data
+from megatron.training.setup import reposition_data
 from megatron.training.step.statistics import NonFiniteLossError
 
 # Number of recent losses in the median, and the minimum number for detecting spikes.
@@ -115,13 +115,15 @@ def _rewind(run: TrainingRun, error: RuntimeError, *, skips: str, position: int 
     if not any(any_rank_sync(bool(complete_iterations(Path(save))))):
         raise type(error)(f"{error}. The run cannot rewind: it has not saved a checkpoint in --save {save} yet")
     recovery.num_rewinds += 1
-    came_from = run.state.iteration
+    came_from, order = run.state.iteration, run.state.data_order
     run.steps.discard_gradients()
     run.load_checkpoint(replace(run.checkpoint, load=save, **CONTINUE_RUN))
     if position is not None:
         recovery.skipped_positions |= _positions_until(run, position)
         run.move_position(position)
-    position_data(run)
+    # The checkpoint may be that of an earlier process, from which this one has started a new order.
+    run.state.data_order = order
+    reposition_data(run)
     run.callbacks.on_rewind(run.state.iteration)
     print_rank_0(
         f"  {error}: rewinding from iteration {came_from} to {run.state.iteration}, {skips} (rewind "

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.datasets.data_order import SplitSizes
 from megatron.core.dist_checkpointing import PendingSave, StagingMemory
 from megatron.core.num_microbatches_calculator import NumMicroBatches, update_num_microbatches
 from megatron.core.optimizer import MegatronOptimizer
@@ -108,6 +109,8 @@ class TrainingRun:
     meters: Sequence[Meter] = ()
     non_loss_data: NonLossData = field(default_factory=NonLossData)
     datasets: Sequence[Any] = ()  # train, valid and test
+    datasets_provider: Callable[[Any], Sequence[Any]] | None = None  # None until the data are set up
+    split_sizes: SplitSizes = field(default_factory=lambda: SplitSizes([]))  # of the datasets
     num_workers: int = 0  # worker processes that read the datasets
     train_iterator: Iterator[Any] | None = None
     valid_sets: Sequence[EvaluationSet] = ()

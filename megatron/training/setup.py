@@ -20,7 +20,7 @@ from megatron.core.device import default_device
 from megatron.core.distributed import check_weights_agree
 from megatron.core.graphs.capture import GraphDevice
 from megatron.core.group_collectives import all_ranks_agree
-from megatron.core.num_microbatches_calculator import BatchSchedule, NumMicroBatches, init_num_microbatches_calculator
+from megatron.core.num_microbatches_calculator import NumMicroBatches, init_num_microbatches_calculator
 from megatron.core.optimizer import (
     MegatronOptimizer,
     OptimizerConfig,
@@ -55,6 +55,7 @@ from megatron.training.command_line.published import publish_timers, publish_tok
 from megatron.training.command_line.validation import batch_sizes
 from megatron.training.compute.flops import count_parameters
 from megatron.training.config import CheckpointConfig, FaultConfig, LoggingConfig, TrainingConfig
+from megatron.training.data_order import build_datasets, split_sizes
 from megatron.training.data_parallel import join_schedule, wrap_chunks
 from megatron.training.meters.memory import persistent_fit
 from megatron.training.meters.meters import build_meters
@@ -334,11 +335,21 @@ def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:
     return tokenizer
 
 
-def setup_data(run: TrainingRun, datasets_provider: Callable[[list[Any]], Sequence[Any]], *, num_workers: int) -> None:
-    """Builds the datasets and the data iterators of `run`. The iterators start after the consumed samples."""
-    full_validation = run.args.full_validation
-    sizes = split_sizes(run.training, run.batches.running, full_validation=full_validation)
-    run.datasets, run.num_workers = datasets_provider(sizes), num_workers
+def setup_data(run: TrainingRun, datasets_provider: Callable[[Any], Sequence[Any]], *, num_workers: int) -> None:
+    """Builds the datasets and the data iterators of `run`. The iterators start after the consumed samples. Collective.
+
+    datasets_provider: maps the numbers of train, valid and test samples, a SplitSizes, to three datasets.
+    """
+    run.datasets_provider, run.num_workers = datasets_provider, num_workers
+    build_datasets(run)
+    position_data(run)
+
+
+def reposition_data(run: TrainingRun) -> None:
+    """Rebuilds the iterators of `run` at another data position, and datasets with too few samples. Collective."""
+    sizes = split_sizes(run)
+    if any(new is not None and old is not None and new > old for new, old in zip(sizes, run.split_sizes)):
+        build_datasets(run)
     position_data(run)
 
 
@@ -356,6 +367,7 @@ def position_data(run: TrainingRun) -> None:
         create_attention_mask=args.create_attention_mask_in_dataloader,
         dataloader_type=args.dataloader_type,
         seed=args.seed,
+        data_order=state.data_order or {},
         full_validation=args.full_validation,
     )
     train, valid, test = run.datasets
@@ -426,13 +438,3 @@ def _agree_on_sets(run: TrainingRun, num_microbatches: Sequence[int]) -> None:
         run.valid_sets = [held.get(one.name, one) for one in absent]
     if run.test_set is None and any(has_test for _, has_test in found):
         run.test_set = EvaluationSet(iterator=None, num_microbatches=num_microbatches)
-
-
-def split_sizes(training: TrainingConfig, batches: BatchSchedule, *, full_validation: bool = False) -> list[int | None]:
-    """Returns the number of train, validation and test samples that the run reads. None means a whole epoch."""
-    train_iters = training.train_iters or 0
-    evaluations = 1 if training.eval_interval is None else train_iters // training.eval_interval + 1
-    train = 0 if training.skip_train else training.train_samples or batches.samples_after(train_iters)
-    evaluation = training.eval_iters * (training.eval_global_batch_size or batches.final_size)
-    whole = full_validation and training.eval_iters > 0
-    return [train, None if whole else evaluations * evaluation, evaluation]

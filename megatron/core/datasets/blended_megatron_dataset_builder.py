@@ -4,18 +4,33 @@ One rank of the group builds first and fills the index cache, which the other ra
 visible to them, because each node has a separate cache folder, they build identical indices themselves.
 """
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from megatron.core.datasets.blended_dataset import BlendedDataset, blend_indices
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.data_order import (
+    SourceOrder,
+    SplitOrder,
+    SplitSize,
+    begin_order,
+    continue_order,
+    match_sources,
+    split_sizes_of,
+)
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, TokenSequences
 from megatron.core.datasets.indexed_dataset import DataError
 from megatron.core.datasets.utils import DEFAULT_SPLIT, Blend, Split, split_documents
 from megatron.core.group_collectives import all_ranks_agree
+
+# Documents, and tokens per document, whose checksum identifies the data of a run.
+_PROBED_DOCUMENTS = 64
+_PROBED_TOKENS = 1024
 
 # Training, validation and test data. With multiple_validation_sets, validation data is a list.
 Datasets = list[GPTDataset | BlendedDataset | list[GPTDataset] | None]
@@ -25,8 +40,9 @@ class BlendedMegatronDatasetBuilder:
     """Builds training, validation and test datasets, with Megatron's interface.
 
     Usage: `BlendedMegatronDatasetBuilder(GPTDataset, sizes, is_built_on_rank, config).build()`. sizes: numbers of
-    train, valid and test samples; None means one epoch, and 0 means no dataset. group: the ranks that call `build`;
-    None means all ranks.
+    train, valid and test samples; None means one epoch, and 0 means no dataset. If it is the SplitSizes that a dataset
+    provider received, the datasets continue the order of the checkpoint. group: the ranks that call `build`; None means
+    all ranks.
     """
 
     def __init__(
@@ -46,7 +62,7 @@ class BlendedMegatronDatasetBuilder:
         split = None if config.blend_per_split is not None else config.split or DEFAULT_SPLIT
         self.config = replace(config, split=split)
         self.cls = cls
-        self.sizes = sizes
+        self.sizes = split_sizes_of(sizes)
         self.is_built_on_rank = is_built_on_rank
         self.group = group
 
@@ -158,37 +174,120 @@ class BlendedMegatronDatasetBuilder:
             return None
         if split is Split.valid and self.config.full_validation:
             size = None
-        if len(sources) == 1:
-            return self._build_one(split, sources[0], num_samples=size)
-        if split is Split.valid and self.config.multiple_validation_sets:
-            return [self._build_one(split, source, num_samples=size) for source in sources]
-        weights = weights or [source.num_tokens() for source in sources]
+        is_apart = split is Split.valid and self.config.multiple_validation_sets and len(sources) > 1
         if size is None:
-            whole = [self._build_one(split, source, num_samples=None) for source in sources]
+            # Every evaluation reads the whole epoch, or the script chooses the samples: there is no order to continue.
+            seed = self.config.random_seed
+            whole = [self.build_one(split, source, num_samples=None, seed=seed) for source in sources]
+            if is_apart or len(whole) == 1:
+                return whole if is_apart else whole[0]
             return BlendedDataset(whole, [len(dataset) for dataset in whole], None, self.config)
-        return self._build_blend(split, sources, size=size, weights=weights)
+        request = self.sizes.splits[split.value]
+        if is_apart:
+            ordered = [_OrderedSet(self, split, [one], [1.0], request) for one in sources]
+            return [one.build_alone(size, number, len(ordered)) for number, one in enumerate(ordered)]
+        if len(sources) == 1:
+            return _OrderedSet(self, split, sources, [1.0], request).build_alone(size)
+        weights = weights or [source.num_tokens() for source in sources]
+        return _OrderedSet(self, split, sources, weights, request).build_blend(size)
 
-    def _build_blend(
-        self, split: Split, sources: list["_Source"], *, size: int, weights: list[float]
-    ) -> BlendedDataset:
-        order = blend_indices(weights, size)
-        counts = np.bincount(order[0], minlength=len(sources))
-        used = np.flatnonzero(counts).tolist()
-        weights = [weights[number] for number in used]
-        datasets = [self._build_one(split, sources[number], num_samples=int(counts[number])) for number in used]
-        if len(used) < len(sources):
-            order = blend_indices(weights, size)
-            # The shares of sources without samples are redistributed to the others, which may then require one more
-            # sample.
-            for place, count in enumerate(np.bincount(order[0], minlength=len(used)).tolist()):
-                if count > len(datasets[place]):
-                    datasets[place] = self._build_one(split, sources[used[place]], num_samples=count)
-        return BlendedDataset(datasets, weights, size, self.config, order=order)
-
-    def _build_one(self, split: Split, source: "_Source", *, num_samples: int | None) -> GPTDataset:
+    def build_one(
+        self, split: Split, source: "_Source", *, num_samples: int | None, seed: int, planned: int | None = None
+    ) -> GPTDataset:
+        """Builds the dataset of a source. planned: number of samples that fixed its order; None means num_samples."""
         assert source.documents is not None
         documents = np.arange(source.documents.start, source.documents.stop, dtype=np.int32)
-        return self.cls(source.corpus, source.prefix, documents, num_samples, split, self.config)
+        config = self.config
+        if (seed, planned) != (config.random_seed, config.planned_samples):
+            config = replace(config, random_seed=seed, planned_samples=planned)
+        return self.cls(source.corpus, source.prefix, documents, num_samples, split, config)
+
+
+class _OrderedSet:
+    """Builds the dataset of one or several sources, in the order of a new run or of the checkpoint's run."""
+
+    def __init__(
+        self,
+        builder: BlendedMegatronDatasetBuilder,
+        split: Split,
+        sources: Sequence["_Source"],
+        weights: Sequence[float],
+        request: SplitSize,
+    ) -> None:
+        self._builder, self._split, self._sources, self._request = builder, split, sources, request
+        self._seq_length = builder.config.sequence_length
+        self._seed = request.stored[0].seed if request.stored else builder.config.random_seed
+        self._parts = [source.as_part(weight) for source, weight in zip(sources, weights)]
+        self._built: dict[tuple[int, int, int | None], GPTDataset] = {}
+
+    def build_alone(self, size: int, set_number: int = 0, num_sets: int = 1) -> GPTDataset:
+        """Builds the dataset of the only source. set_number, num_sets: its place among several validation sets."""
+        order = self._order(size, set_number=set_number, num_sets=num_sets)
+        [part] = order.sources or ()
+        dataset = self._dataset(0, part, required=part.first + self._num_samples(order, size))
+        dataset.order = _with_length(order, dataset)
+        return dataset
+
+    def build_blend(self, size: int) -> BlendedDataset:
+        """Builds the blend of the sources, without those that have no sample."""
+        order = self._order(size, set_number=0, num_sets=1)
+        assert order.sources is not None
+        # The order keeps the sequence of the sources in the checkpoint's run.
+        numbers = [number for number in match_sources(order.sources, self._parts) if number is not None]
+        num_samples = self._num_samples(order, size)
+        part_index, sample_index = order.indices(num_samples)
+        required = np.zeros(len(numbers), dtype=np.int64)
+        np.maximum.at(required, part_index, sample_index + 1)
+        used = np.unique(part_index)
+        datasets = [self._dataset(numbers[n], order.sources[n], required=int(required[n])) for n in used]
+        weights = [order.sources[n].weight for n in used]
+        compact = np.searchsorted(used, part_index).astype(np.int16), sample_index
+        blended = BlendedDataset(datasets, weights, num_samples, self._builder.config, order=compact)
+        blended.order = _with_length(order, blended)
+        return blended
+
+    def _order(self, size: int, *, set_number: int, num_sets: int) -> SplitOrder:
+        request = self._request
+        if not request.stored:
+            planned = size if request.planned is None else request.planned
+            order = begin_order(
+                self._parts, planned, seed=self._seed, seq_length=self._seq_length, capacity=self._capacity
+            )
+            return replace(order, cyclic=request.cyclic)
+        return continue_order(
+            request.stored,
+            self._parts,
+            request,
+            set_number=set_number,
+            num_sets=num_sets,
+            seq_length=self._seq_length,
+            capacity=self._capacity,
+        )
+
+    def _num_samples(self, order: SplitOrder, size: int) -> int:
+        """Returns the number of samples from the start of the order. A cyclic order always has the same number."""
+        return max(size - order.start, order.length or 1)
+
+    def _capacity(self, number: int, count: int) -> int:
+        return len(self._build(number, count, None))
+
+    def _dataset(self, number: int, part: SourceOrder, *, required: int) -> GPTDataset:
+        # Without appended epochs, the dataset and its cached indices are those of the run that planned the order.
+        if required <= part.planned:
+            return self._build(number, part.planned, None)
+        return self._build(number, required, part.planned)
+
+    def _build(self, number: int, num_samples: int, planned: int | None) -> GPTDataset:
+        key = (number, num_samples, planned)
+        if key not in self._built:
+            self._built[key] = self._builder.build_one(
+                self._split, self._sources[number], num_samples=num_samples, seed=self._seed, planned=planned
+            )
+        return self._built[key]
+
+
+def _with_length(order: SplitOrder, dataset: GPTDataset | BlendedDataset) -> SplitOrder:
+    return replace(order, length=order.length or len(dataset)) if order.cyclic else order
 
 
 def _parts(whole: GPTDataset | BlendedDataset | list[GPTDataset] | None) -> Sequence[Any]:
@@ -223,3 +322,25 @@ class _Source:
         assert self.documents is not None
         lengths: Any = self.corpus.sequence_lengths[self.documents.start : self.documents.stop]
         return int(lengths.sum(dtype=np.int64))
+
+    def as_part(self, weight: float) -> SourceOrder:
+        """Describes the source for the run's order, with facts that identify its documents."""
+        assert self.documents is not None
+        facts = {"documents": len(self.documents)}
+        # Corpora of a script's dataset class may have documents of another form.
+        if hasattr(self.corpus, "sequence_lengths"):
+            lengths = np.asarray(self.corpus.sequence_lengths)[self.documents.start : self.documents.stop]
+            facts["tokens"] = int(lengths.sum(dtype=np.int64))
+            facts["lengths"] = zlib.crc32(np.ascontiguousarray(lengths, dtype=np.int32).data)
+            facts["content"] = self._probe(lengths)
+        return SourceOrder(Path(self.prefix or "synthetic data").name, facts, float(weight))
+
+    def _probe(self, lengths: np.ndarray) -> int:
+        """Returns a checksum of a part of the tokens, independent of their type in the file."""
+        assert self.documents is not None
+        checksum = 0
+        for place in range(0, len(lengths), max(1, len(lengths) // _PROBED_DOCUMENTS)):
+            length = min(int(lengths[place]), _PROBED_TOKENS)
+            tokens = np.asarray(self.corpus.get(self.documents.start + place, 0, length), dtype=np.int64)
+            checksum = zlib.crc32(np.ascontiguousarray(tokens).data, checksum)
+        return checksum

@@ -69,6 +69,12 @@ class BlendedMegatronDatasetConfig:
         False, help="Open cached indices when the first sample is read instead of when the dataset is built."
     )
 
+    planned_samples: int | None = config_field(
+        None,
+        help="Number of samples that fixed the order, 0 for one epoch; larger datasets append epochs. None: its size.",
+        at_least=0,
+    )
+
     def __post_init__(self) -> None:
         validate_fields(self)
         if self.split is not None:

@@ -8,7 +8,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import FrameType
 from typing import Any
@@ -21,9 +21,11 @@ from torch.utils.data import DataLoader, Dataset
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder, Datasets
 from megatron.core.datasets.blended_megatron_dataset_config import Vocabulary
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.datasets.data_order import DataOrder, SplitOrder
 from megatron.core.datasets.document_borders import document_masks, join_cumulative_lengths
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import DataError
+from megatron.core.datasets.utils import Split
 from megatron.core.group_collectives import all_ranks_agree
 
 Batch = dict[str, torch.Tensor]
@@ -35,8 +37,9 @@ class BatchPlan:
 
     consumed_*: number of samples that all ranks together have consumed, from the checkpoint. Test data starts at 0.
     pin_memory: returns pinned batches, for asynchronous copies to a GPU. create_attention_mask: converts document
-    borders to masks. dataloader_type: as in DataConfig. seed: random seed of the cyclic order. full_validation: reads
-    validation data from its first sample, in complete passes that each end with a padded round.
+    borders to masks. dataloader_type: as in DataConfig. seed: random seed of the cyclic order. data_order: the order of
+    the run, whose seed then replaces `seed`. full_validation: reads validation data from its first sample, in complete
+    passes that each end with a padded round.
     """
 
     micro_batch_size: int
@@ -49,6 +52,7 @@ class BatchPlan:
     create_attention_mask: bool = False
     dataloader_type: str = "single"
     seed: int = 0
+    data_order: DataOrder = field(default_factory=dict)
     full_validation: bool = False
 
     @property
@@ -59,6 +63,11 @@ class BatchPlan:
     def full_rounds(self, dataset: Dataset[Any]) -> int:
         """Returns the number of micro-batches per rank in one pass over all samples of a dataset."""
         return -(-len(dataset) // self.samples_per_round)  # type: ignore[arg-type]
+
+    def order(self, split: Split, number: int = 0) -> SplitOrder:
+        """Returns the order of a split, or of one of several validation sets."""
+        sets = self.data_order.get(split.name, ())
+        return sets[number] if number < len(sets) else SplitOrder(self.seed, planned=0)
 
 
 class DataIterator(Iterator[Batch]):
@@ -71,17 +80,26 @@ class DataIterator(Iterator[Batch]):
     Batch k depends only on the dataset, `consumed_samples` and the rank, not on workers or on earlier reads. Reading
     does not use global random generators. Worker processes start at the first `next` and end at `close`. full_passes:
     reads complete passes over the dataset, each with plan.full_rounds(dataset) batches, instead of a continuous
-    sequence of samples. Samples that pad the last round have a loss_mask of 0.
+    sequence of samples. Samples that pad the last round have a loss_mask of 0. order: the order of the dataset's
+    samples in the run; None means that sample 0 of the run is its first.
     """
 
     def __init__(
-        self, dataset: Dataset[Batch], plan: BatchPlan, *, consumed_samples: int = 0, full_passes: bool = False
+        self,
+        dataset: Dataset[Batch],
+        plan: BatchPlan,
+        *,
+        consumed_samples: int = 0,
+        full_passes: bool = False,
+        order: SplitOrder | None = None,
     ) -> None:
         num_workers = min(plan.num_workers, _num_cores())
         prepare_worker = _PrepareWorker()
         self._loader = DataLoader(
             _Samples(dataset),
-            batch_sampler=_sampler(dataset, plan, consumed_samples=consumed_samples, full_passes=full_passes),
+            batch_sampler=_full_pass_sampler(dataset, plan)
+            if full_passes
+            else _sampler(dataset, plan, consumed_samples=consumed_samples, order=order),
             num_workers=num_workers,
             collate_fn=partial(_stack_or_pass_on, create_attention_mask=plan.create_attention_mask),
             worker_init_fn=prepare_worker,
@@ -190,20 +208,27 @@ class _FullPassSampler(MegatronPretrainingSampler):
         return number % self._padded
 
 
+def _full_pass_sampler(dataset: Dataset[Any], plan: BatchPlan) -> MegatronPretrainingSampler:
+    return _FullPassSampler(len(dataset), **_layout(plan))  # type: ignore[arg-type]
+
+
 def _sampler(
-    dataset: Dataset[Any], plan: BatchPlan, *, consumed_samples: int, full_passes: bool
+    dataset: Dataset[Any], plan: BatchPlan, *, consumed_samples: int, order: SplitOrder | None
 ) -> MegatronPretrainingSampler:
-    total_samples: int = len(dataset)  # type: ignore[arg-type]
-    layout = {
+    order = order or SplitOrder(plan.seed, planned=0)
+    total_samples: int = order.length or len(dataset)  # type: ignore[arg-type]
+    consumed = consumed_samples - order.origin
+    if plan.dataloader_type == "cyclic":
+        return MegatronPretrainingRandomSampler(total_samples, consumed, seed=order.seed, **_layout(plan))
+    return MegatronPretrainingSampler(total_samples, consumed, **_layout(plan))
+
+
+def _layout(plan: BatchPlan) -> dict[str, int]:
+    return {
         "micro_batch_size": plan.micro_batch_size,
         "data_parallel_rank": plan.dp_rank,
         "data_parallel_size": plan.dp_size,
     }
-    if full_passes:
-        return _FullPassSampler(total_samples, **layout)
-    if plan.dataloader_type == "cyclic":
-        return MegatronPretrainingRandomSampler(total_samples, consumed_samples, seed=plan.seed, **layout)
-    return MegatronPretrainingSampler(total_samples, consumed_samples, **layout)
 
 
 # Validation data may consist of several sets. With --dataloader-type external, the script's iterators are used.
@@ -290,12 +315,18 @@ def build_data_iterators(datasets: Sequence[Any], plan: BatchPlan) -> DataIterat
     """
     train, valid, test = datasets
     return (
-        _iterator(train, plan, consumed_samples=plan.consumed_train_samples),
+        _iterator(train, plan, consumed_samples=plan.consumed_train_samples, order=plan.order(Split.train)),
         [
-            _iterator(one, plan, consumed_samples=plan.consumed_valid_samples, full_passes=plan.full_validation)
-            for one in validation_sets(valid)
+            _iterator(
+                one,
+                plan,
+                consumed_samples=plan.consumed_valid_samples,
+                order=plan.order(Split.valid, number),
+                full_passes=plan.full_validation,
+            )
+            for number, one in enumerate(validation_sets(valid))
         ],
-        _iterator(test, plan, consumed_samples=0),
+        _iterator(test, plan, consumed_samples=0, order=plan.order(Split.test)),
     )
 
 
@@ -307,13 +338,13 @@ def validation_sets(valid: Any) -> list[Any]:
 
 
 def _iterator(
-    dataset: Any, plan: BatchPlan, *, consumed_samples: int, full_passes: bool = False
+    dataset: Any, plan: BatchPlan, *, consumed_samples: int, order: SplitOrder, full_passes: bool = False
 ) -> Iterator[Any] | None:
     if dataset is None:
         return None
     if plan.dataloader_type == "external":
         return _external_iterator(dataset)
-    return DataIterator(dataset, plan, consumed_samples=consumed_samples, full_passes=full_passes)
+    return DataIterator(dataset, plan, consumed_samples=consumed_samples, full_passes=full_passes, order=order)
 
 
 def _external_iterator(given: Any) -> Iterator[Any]:

@@ -113,9 +113,10 @@ class GPTDataset(MegatronDataset):
     reset_attention_mask, it contains cu_seqlens: [n + 1], int32. If the pair PREFIX_loss_mask.bin/.idx exists, it
     selects the targets that contribute to the loss; otherwise all targets do.
 
-    num_samples: None means one epoch. len() may be slightly larger. Indices are cached on disk. Raises ValueError if
-    the documents are too short for one sample or contain tokens outside the tokenizer's vocabulary, and OSError if the
-    cache is not writable.
+    num_samples: None means one epoch. len() may be slightly larger. config.planned_samples fixes the order of a resumed
+    run (see [Note: appended epochs] in gpt_indices.py). Indices are cached on disk. Raises ValueError if the documents
+    are too short for one sample or contain tokens outside the tokenizer's vocabulary, and OSError if the cache is not
+    writable.
     """
 
     config: GPTDatasetConfig
@@ -182,8 +183,12 @@ class GPTDataset(MegatronDataset):
     def __len__(self) -> int:
         if self._opened_indices is not None:
             return len(self._opened_indices.shuffle)
-        plan = plan_epochs(self._num_tokens(), self.config.sequence_length, num_samples=self.num_samples)
-        return plan.num_samples
+        return plan_epochs(
+            self._num_tokens(),
+            self.config.sequence_length,
+            num_samples=self.num_samples,
+            planned_samples=self.config.planned_samples,
+        ).num_samples
 
     @property
     def has_loss_mask(self) -> bool:
@@ -298,6 +303,7 @@ class GPTDataset(MegatronDataset):
             documents=self.indices,
             seq_length=self.config.sequence_length,
             num_samples=self.num_samples,
+            planned_samples=self.config.planned_samples,
         )
 
     def _build_indices(self) -> GPTIndices:
@@ -306,6 +312,7 @@ class GPTDataset(MegatronDataset):
             self.indices,
             seq_length=self.config.sequence_length,
             num_samples=self.num_samples,
+            planned_samples=self.config.planned_samples,
             seed=self.config.random_seed,
         )
 
@@ -331,6 +338,8 @@ class GPTDataset(MegatronDataset):
             "seq_length": self.config.sequence_length,
             "num_samples": self.num_samples,
             "seed": self.config.random_seed,
+            # Left out of other runs, so that caches of earlier versions remain valid.
+            **({} if self.config.planned_samples is None else {"planned_samples": self.config.planned_samples}),
         }
 
 

@@ -6,8 +6,14 @@ identical to Megatron's for the same seed.
   document index [epochs * D]: the document at each place of the stream.
   sample index [N + 1, 2]: (place, offset in the document at that place) of stream position i * S.
   shuffle index [N]: the sample that is returned for index i of the dataset.
+
+[Note: appended epochs] Megatron's order depends on the planned number of samples, because that number decides which
+epochs are shuffled together. A longer run must not reorder samples that were already read. It therefore keeps the
+arrays of the planned number and appends epochs to the same stream. Appended epoch e is shuffled separately, by a
+generator that depends only on the seed and e, so every later length has the same order.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,58 +39,90 @@ class GPTIndices:
 class EpochPlan:
     """Number of epochs and samples of an index.
 
-    num_samples_before_last: samples of all epochs except the last. separate_last: whether the last epoch is shuffled
-    separately.
+    num_planned_samples: samples of the planned epochs. num_samples_before_last: samples of all planned epochs except
+    the last. separate_last: whether the last planned epoch is shuffled separately. appended: for each appended epoch,
+    the number of samples up to its end.
     """
 
     num_epochs: int
     num_samples: int
+    num_planned_samples: int
     num_samples_before_last: int
     separate_last: bool
+    appended: tuple[int, ...] = ()
+
+    @property
+    def num_planned_epochs(self) -> int:
+        """Number of epochs before the appended ones."""
+        return self.num_epochs - len(self.appended)
 
 
-def plan_epochs(tokens_per_epoch: int, seq_length: int, *, num_samples: int | None) -> EpochPlan:
+def plan_epochs(
+    tokens_per_epoch: int, seq_length: int, *, num_samples: int | None, planned_samples: int | None = None
+) -> EpochPlan:
     """Plans the smallest number of epochs that yields at least `num_samples` samples. None means one epoch.
 
+    planned_samples: the number of samples that fixed the order; epochs beyond it are appended. None means num_samples.
     Raises ValueError if an epoch is too short for a sample.
     """
     if tokens_per_epoch <= seq_length:
         raise ValueError(f"{tokens_per_epoch} tokens are too few for one sample of {seq_length} + 1 tokens")
-    num_epochs = 1 if num_samples is None else -(-(num_samples * seq_length + 1) // tokens_per_epoch)
+    planned = num_samples if planned_samples is None else planned_samples
+    num_epochs = 1 if planned is None else -(-(planned * seq_length + 1) // tokens_per_epoch)
     per_epoch = (tokens_per_epoch - 1) // seq_length
     before_last = ((num_epochs - 1) * tokens_per_epoch - 1) // seq_length if num_epochs > 1 else 0
-    wanted_from_last = (num_samples or 0) - before_last
+    wanted_from_last = (planned or 0) - before_last
+    with_appended = max(num_epochs, -(-((num_samples or 0) * seq_length + 1) // tokens_per_epoch))
+    ends = [(epochs * tokens_per_epoch - 1) // seq_length for epochs in range(num_epochs, with_appended + 1)]
     return EpochPlan(
-        num_epochs=num_epochs,
-        num_samples=(num_epochs * tokens_per_epoch - 1) // seq_length,
+        num_epochs=with_appended,
+        num_samples=ends[-1],
+        num_planned_samples=ends[0],
         num_samples_before_last=before_last,
         separate_last=num_epochs > 1 and wanted_from_last < int(SEPARATE_EPOCH_BELOW * per_epoch),
+        appended=tuple(ends[1:]),
     )
 
 
 def build_gpt_indices(
-    lengths: np.ndarray, documents: np.ndarray, *, seq_length: int, num_samples: int | None, seed: int
+    lengths: np.ndarray,
+    documents: np.ndarray,
+    *,
+    seq_length: int,
+    num_samples: int | None,
+    seed: int,
+    planned_samples: int | None = None,
 ) -> GPTIndices:
     """Builds the index arrays of one part of a corpus.
 
     lengths: number of tokens of every document in the corpus, integers. documents: [D], integers, the documents of the
-    part. Raises ValueError if one epoch is too short for a sample.
+    part. planned_samples: as in plan_epochs. Raises ValueError if one epoch is too short for a sample.
     """
-    plan = plan_epochs(int(lengths[documents].sum(dtype=np.int64)), seq_length, num_samples=num_samples)
+    tokens = int(lengths[documents].sum(dtype=np.int64))
+    plan = plan_epochs(tokens, seq_length, num_samples=num_samples, planned_samples=planned_samples)
     rng = np.random.RandomState(seed)
-    document = build_document_index(documents, plan, rng=rng)
+    # One generator for both arrays of an epoch, as Megatron has one for both arrays of all epochs.
+    later = [np.random.RandomState([seed, plan.num_planned_epochs + k]) for k in range(len(plan.appended))]
+    document = build_document_index(documents, plan, rng=rng, later=later)
     sample = build_sample_index(lengths, document, seq_length=seq_length, num_samples=plan.num_samples)
-    return GPTIndices(document=document, sample=sample, shuffle=build_shuffle_index(plan, rng=rng))
+    return GPTIndices(document=document, sample=sample, shuffle=build_shuffle_index(plan, rng=rng, later=later))
 
 
 def check_gpt_indices(
-    indices: GPTIndices, lengths: np.ndarray, *, documents: np.ndarray, seq_length: int, num_samples: int | None
+    indices: GPTIndices,
+    lengths: np.ndarray,
+    *,
+    documents: np.ndarray,
+    seq_length: int,
+    num_samples: int | None,
+    planned_samples: int | None = None,
 ) -> None:
     """Raises ValueError if shapes, dtypes or value ranges of `indices` do not match a result of build_gpt_indices.
 
     Reads each element once. Does not check the order of elements, because that would require rebuilding the arrays.
     """
-    plan = plan_epochs(int(lengths[documents].sum(dtype=np.int64)), seq_length, num_samples=num_samples)
+    tokens = int(lengths[documents].sum(dtype=np.int64))
+    plan = plan_epochs(tokens, seq_length, num_samples=num_samples, planned_samples=planned_samples)
     if indices.sample.shape[1:] != (2,):
         raise ValueError(f"sample index has shape {indices.sample.shape}: must be [N, 2]")
     places = plan.num_epochs * len(documents)
@@ -101,16 +139,24 @@ def check_gpt_indices(
             raise ValueError(f"{name} index contains {array.min()} to {array.max()}: must be {least} to {most}")
 
 
-def build_document_index(documents: np.ndarray, plan: EpochPlan, *, rng: np.random.RandomState) -> np.ndarray:
+def build_document_index(
+    documents: np.ndarray,
+    plan: EpochPlan,
+    *,
+    rng: np.random.RandomState,
+    later: Sequence[np.random.RandomState] = (),
+) -> np.ndarray:
     """Returns the documents of all epochs in shuffled order: [num_epochs * D], int32.
 
-    With plan.separate_last, the last epoch is shuffled separately and follows the others.
+    With plan.separate_last, the last planned epoch is shuffled separately and follows the others. later: one generator
+    for each appended epoch.
     """
-    parts = [plan.num_epochs - 1, 1] if plan.separate_last else [plan.num_epochs]
+    planned = plan.num_planned_epochs
+    parts = [(planned - 1, rng), (1, rng)] if plan.separate_last else [(planned, rng)]
     shuffled = []
-    for num_epochs in parts:
+    for num_epochs, generator in [*parts, *((1, generator) for generator in later)]:
         part = np.tile(documents.astype(np.int32), num_epochs)
-        rng.shuffle(part)
+        generator.shuffle(part)
         shuffled.append(part)
     return np.concatenate(shuffled)
 
@@ -136,14 +182,20 @@ def build_sample_index(
     return index
 
 
-def build_shuffle_index(plan: EpochPlan, *, rng: np.random.RandomState) -> np.ndarray:
+def build_shuffle_index(
+    plan: EpochPlan, *, rng: np.random.RandomState, later: Sequence[np.random.RandomState] = ()
+) -> np.ndarray:
     """Returns all samples in shuffled order: [num_samples], uint32 or int64.
 
-    With plan.separate_last, the last epoch's samples are shuffled separately and follow the others.
+    With plan.separate_last, the last planned epoch's samples are shuffled separately and follow the others. later: the
+    generators of the appended epochs, after build_document_index.
     """
     dtype = np.uint32 if plan.num_samples < np.iinfo(np.uint32).max - 1 else np.int64
-    border = plan.num_samples_before_last if plan.separate_last else plan.num_samples
     order = np.arange(plan.num_samples, dtype=dtype)
+    planned = plan.num_planned_samples
+    border = plan.num_samples_before_last if plan.separate_last else planned
     rng.shuffle(order[:border])
-    rng.shuffle(order[border:])
+    rng.shuffle(order[border:planned])
+    for generator, begin, end in zip(later, [planned, *plan.appended], plan.appended):
+        generator.shuffle(order[begin:end])
     return order

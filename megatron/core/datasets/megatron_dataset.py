@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import Dataset
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
+from megatron.core.datasets.data_order import SplitOrder
 from megatron.core.datasets.utils import Split
 
 
@@ -16,6 +17,8 @@ class MegatronDataset(ABC, Dataset[dict[str, torch.Tensor]]):
 
     num_samples: number of samples that the run requires; None means one epoch. index_split: the part of the corpus.
     """
+
+    order: SplitOrder | None = None  # set by the builder
 
     def __init__(
         self,

@@ -61,6 +61,7 @@ from megatron.training.checkpointing.run_values import (
     checked_run_values,
     load_run_values,
     model_arguments,
+    order_of_arguments,
 )
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig
@@ -121,6 +122,8 @@ def load_run(
         optimizer.load_state_dict(common["optimizer"])
     if scope.position:
         train_state.load_state_dict(common["train_state"])
+        if common["train_state"].get("data_order") is None:
+            train_state.data_order = order_of_arguments(common["args"]) if train_state.iteration else None
         if optimizer is not None:
             _set_tracker_back(config, found.iteration)
     with all_ranks_agree():

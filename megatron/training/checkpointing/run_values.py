@@ -11,13 +11,17 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.core.datasets.data_order import DataOrder, SplitOrder
+from megatron.core.datasets.utils import Split
 from megatron.core.dist_checkpointing import load_common
+from megatron.core.num_microbatches_calculator import build_batch_schedule
 from megatron.training.checkpointing.folder import CheckpointFormat, find_checkpoint, format_of
 from megatron.training.checkpointing.legacy import legacy_values
 from megatron.training.checkpointing.megatron_core import megatron_core_values
 from megatron.training.checkpointing.train_state import TrainState, is_count
 from megatron.training.command_line.errors import is_first_rank
 from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, Flag, flag_table
+from megatron.training.config import planned_samples
 
 _KINDS: dict[str, type] = {"iteration": int, "args": dict, "train_state": dict, "contents": dict, "frozen": list}
 # Derived arguments that determine the model.
@@ -99,6 +103,17 @@ NOTED_ON_RESUME = (
     "calculate_per_token_loss",
     "accumulate_allreduce_grads_in_fp32",
     "grad_reduce_in_bf16",
+)
+# Arguments that fix the order of the data.
+_ORDER = (
+    "seed",
+    "seq_length",
+    "train_iters",
+    "train_samples",
+    "eval_iters",
+    "eval_interval",
+    "global_batch_size",
+    "rampup_batch_size",
 )
 # Optimizers whose states are interchangeable, because they differ only in where the state is stored.
 _SAME_STATES = {"adam", "distributed_fused_adam"}
@@ -328,6 +343,34 @@ def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) ->
 def changed_optimizer_settings(args: argparse.Namespace, stored: Mapping[str, Any]) -> list[str]:
     """Describes the settings with which the run continues a checkpoint's optimizer and that differ from its run's."""
     return list(_differences(args_to_json(args), stored, names=NOTED_ON_RESUME).values())
+
+
+def order_of_arguments(stored: Mapping[str, Any]) -> DataOrder | None:
+    """Returns the order in which the run with these arguments read its data, for a checkpoint that does not store it.
+
+    The data sets are unknown, so they are assumed to be those of the resumed run. Returns None if the arguments do not
+    determine the order. Checkpoints of Megatron have the same arguments and the same order.
+    """
+    if not stored.keys() >= set(_ORDER) or stored["seed"] is None:
+        return None
+    args = argparse.Namespace(**{"step_batch_size_schedule": None, "eval_global_batch_size": None, **stored})
+    try:
+        schedule = build_batch_schedule(
+            args.global_batch_size,
+            rampup_batch_size=args.rampup_batch_size,
+            step_batch_size_schedule=args.step_batch_size_schedule,
+            seq_length=args.seq_length,
+        )
+        numbers = planned_samples(args, schedule)
+    except (ValueError, TypeError):
+        # A schedule in a form of another program.
+        return None
+    is_cyclic = stored.get("dataloader_type") == "cyclic"
+    return {
+        split.name: (SplitOrder(args.seed, planned, args.seq_length, cyclic=is_cyclic),)
+        for split, planned in zip(Split, numbers)
+        if planned
+    }
 
 
 def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:

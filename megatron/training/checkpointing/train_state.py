@@ -6,6 +6,7 @@ run_state.py handles weights and optimizer state, and rng_state.py random-number
 import dataclasses
 from typing import Any
 
+from megatron.core.datasets.data_order import DataOrder, data_order_from_json, data_order_to_json
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 
 
@@ -17,7 +18,8 @@ class TrainState:
     skipped_iterations: steps without an update (loss-scale overflow), since step 0. nan_iterations: steps with a
     non-finite loss. evaluated_iteration: step after which the validation split was last evaluated. learned_sizes: sizes
     to which the run has grown expert buffers and pages. num_floating_point_operations_so_far: counted by scripts with a
-    custom training loop. recent_losses: losses with which loss spikes are detected.
+    custom training loop. recent_losses: losses with which loss spikes are detected. data_order: the order of the data;
+    None before the datasets are built, and in checkpoints without it.
     """
 
     iteration: int = 0
@@ -29,10 +31,15 @@ class TrainState:
     num_floating_point_operations_so_far: float = 0.0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
     learned_sizes: LearnedSizes = LearnedSizes()
+    data_order: DataOrder | None = None
 
     def state_dict(self) -> dict[str, Any]:
         """Returns all fields as JSON values."""
-        return {**vars(self), "learned_sizes": self.learned_sizes.to_json()}
+        return {
+            **vars(self),
+            "learned_sizes": self.learned_sizes.to_json(),
+            "data_order": data_order_to_json(self.data_order),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the result of state_dict. Fields that are absent from `state` keep their values.
@@ -45,6 +52,8 @@ class TrainState:
                 value = state[field.name]
                 if field.name == "learned_sizes":
                     restored[field.name] = LearnedSizes.from_json(value)
+                elif field.name == "data_order":
+                    restored[field.name] = data_order_from_json(value)
                 elif field.name == "recent_losses":
                     restored[field.name] = _list_of_numbers(field.name, value)
                 elif field.name == "num_floating_point_operations_so_far":

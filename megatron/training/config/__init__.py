@@ -17,6 +17,7 @@ from megatron.training.config.training import (
     DryRunConfig,
     FaultConfig,
     TrainingConfig,
+    planned_samples,
 )
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "ShardedParametersConfig",
     "TrainingConfig",
     "VirtualStagesConfig",
+    "planned_samples",
 ]

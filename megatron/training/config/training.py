@@ -2,9 +2,10 @@
 
 import signal
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
+from megatron.core.num_microbatches_calculator import BatchSchedule
 
 
 @dataclass(kw_only=True)
@@ -27,6 +28,19 @@ class CommandLineConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
+
+
+def planned_samples(settings: Any, batches: BatchSchedule) -> tuple[int, int, int]:
+    """Returns the numbers of train, validation and test samples that fix the order of a new run.
+
+    settings: the settings of TrainingConfig as attributes. These numbers must not change, because they also give the
+    order of checkpoints that do not store it.
+    """
+    train_iters = settings.train_iters or 0
+    evaluations = 1 if settings.eval_interval is None else train_iters // settings.eval_interval + 1
+    train = settings.train_samples or batches.samples_after(train_iters)
+    evaluation = settings.eval_iters * (settings.eval_global_batch_size or batches.final_size)
+    return train, evaluations * evaluation, evaluation
 
 
 def parse_signal(word: str) -> int:
