@@ -2,27 +2,45 @@
 
 Templates use the dialect of transformers: {% generation %} marks the assistant's text, and raise_exception() rejects a
 conversation. Templates run in a sandbox. This file does not tokenize.
+
+[Note: Answers without marks]
+The text of the whole conversation is what training reads, so spans are positions in it. An answer begins after the
+prompt, which is the rendering of the messages before it with the generation prompt, and ends with the rendering of the
+messages up to it. Often both are prefixes of the whole text. They are not if a template renders a message differently
+when others follow: it drops the reasoning of earlier answers, adds an empty think block to the last one, or writes the
+tools before the last question. Only the text around a message is then comparable. A probe character inside the message
+finds the message in both renderings, and from there they agree up to the end of the turn (probe in the answer), or up
+to the end of the generation prompt (probe in the message before the answer). A probe is used only if the rendering
+without the probe is the original one.
 """
 
+import copy
+import itertools
 import json
+import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.core.tokenizers.tokenizer import PIP_EXTRA
 
-# Unicode reserves these two noncharacters for programs, so no text contains them.
-_BEGIN, _END = "\ufdd0", "\ufdd1"
+# Unicode reserves these noncharacters for programs, so no text contains them.
+_BEGIN, _END, _PROBE = "\ufdd0", "\ufdd1", "\ufdd2"
 _GENERATION = re.compile(r"\{%([-+]?)\s*generation\s*([-+]?)%\}")
 _END_GENERATION = re.compile(r"\{%([-+]?)\s*endgeneration\s*([-+]?)%\}")
-_NO_PREFIX = (
-    "the template renders earlier messages differently when later ones follow, so the assistant's tokens cannot be "
-    "identified: mark them in the template with {% generation %} and {% endgeneration %}"
+_NOT_FOUND = (
+    "the template renders message {number} so differently when other messages follow that its tokens cannot be "
+    "identified: mark the assistant's text in the template with {{% generation %}} and {{% endgeneration %}}"
 )
 # Errors that expressions of a template can raise, such as 1 / 0.
 _ERRORS_OF_TEMPLATES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
+# Parts of a text that a template writes as a whole: tags such as <|im_end|> and [/INST], and words.
+_UNIT = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\w+")
+# Fields of a message on which templates base decisions instead of printing them.
+_NEVER_PROBED = ("role", "type", "id", "tool_call_id")
+_PROBED_WORDS = 4  # last words of a text after which a probe is tried
 
 
 class ChatTemplateError(ValueError):
@@ -31,7 +49,7 @@ class ChatTemplateError(ValueError):
 
 @dataclass(frozen=True)
 class RenderedChat:
-    """Conversation rendered as text. spans: (begin, end) of the assistant's text, in characters and in order."""
+    """Conversation rendered as text. spans: (begin, end) of text in the loss, in characters and in order."""
 
     text: str
     spans: list[tuple[int, int]]
@@ -49,26 +67,36 @@ class ChatTemplate:
         self._marks_spans = _GENERATION.search(source) is not None
         self._template = _compile(source)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> RenderedChat:
-        """Renders a conversation. variables: other inputs of the template, such as tools. Raises ChatTemplateError."""
-        if any(mark in json.dumps([messages, variables], ensure_ascii=False, default=str) for mark in (_BEGIN, _END)):
-            raise ChatTemplateError("a message contains U+FDD0 or U+FDD1, which are not characters")
-        if self._marks_spans:
-            return _without_marks(self._text(messages, variables))
-        text = self._text(messages, variables)
-        spans = []
-        for number, message in enumerate(messages):
-            if message.get("role") != "assistant":
-                continue
-            # The text before an answer is the prompt.
-            before = self._text(messages[:number], {**variables, "add_generation_prompt": True})
-            behind = self._text(messages[: number + 1], variables)
-            if not (text.startswith(behind) and behind.startswith(before)):
-                raise ChatTemplateError(_NO_PREFIX)
-            spans.append((len(before), len(behind)))
-        return RenderedChat(text, spans)
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, untrained: Collection[int] = (), **variables: Any
+    ) -> RenderedChat:
+        """Renders a conversation with the spans of the assistant's text. Raises ChatTemplateError.
+
+        untrained: positions of messages whose text is not in the spans. variables: other inputs of the template, such
+        as tools.
+        """
+        given = json.dumps([messages, variables], ensure_ascii=False, default=str)
+        if any(mark in given for mark in (_BEGIN, _END, _PROBE)):
+            raise ChatTemplateError("a message contains U+FDD0, U+FDD1 or U+FDD2, which are not characters")
+        marked = _without_marks(self._marked_text(messages, variables))
+        # With marks, only the extents of answers without a loss are needed.
+        numbers = [
+            number
+            for number, message in enumerate(messages)
+            if message.get("role") == "assistant" and (number in untrained) == self._marks_spans
+        ]
+        extents = _Extents(self, messages, variables, marked.text)
+        found = _increasing([extents.of(number) for number in numbers], numbers)
+        return RenderedChat(marked.text, _outside(marked.spans, found) if self._marks_spans else found)
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """Renders a conversation up to the start of the next answer, as for generation. Raises ChatTemplateError."""
+        return self._text(messages, {**variables, "add_generation_prompt": True})
 
     def _text(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
+        return _without_marks(self._marked_text(messages, variables)).text
+
+    def _marked_text(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         given = {"add_generation_prompt": False, "tools": None, "documents": None, **self._names, **variables}
         import jinja2
 
@@ -77,6 +105,110 @@ class ChatTemplate:
         except (jinja2.TemplateError, *_ERRORS_OF_TEMPLATES) as error:
             raise ChatTemplateError(f"the chat template does not support this conversation: {error}") from error
         return text
+
+
+@dataclass(frozen=True)
+class _Agreement:
+    """A place within a message, and where two renderings cease to agree after it: in the text, and in the other one."""
+
+    place: int
+    end: int
+    other_end: int
+
+
+class _Extents:
+    """Finds the text of single answers within the text of a conversation. See [Note: Answers without marks]."""
+
+    def __init__(
+        self,
+        template: ChatTemplate,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        text: str,
+    ) -> None:
+        self._template = template
+        self._messages = messages
+        self._variables = variables
+        self._prompt_variables = {**variables, "add_generation_prompt": True}
+        self._text = text
+
+    def of(self, number: int) -> tuple[int, int]:
+        """Returns (begin, end) of answer `number`, from the end of its prompt to the end of its turn."""
+        up_to_answer = self._messages[: number + 1]
+        behind = self._rendered(up_to_answer, self._variables)
+        before = self._rendered(self._messages[:number], self._prompt_variables)
+        if behind is not None and before is not None and self._text.startswith(behind) and behind.startswith(before):
+            return len(before), len(behind)
+        begin = self._begin_without_prompt(number) if before is None else self._begin(number, before)
+        found = None if behind is None else self._agreement(number, up_to_answer, self._variables, behind)
+        if begin is None or found is None or begin > found.place:
+            raise ChatTemplateError(_NOT_FOUND.format(number=number + 1))
+        return begin, found.end
+
+    def _begin(self, number: int, before: str) -> int | None:
+        history = self._messages[:number]
+        question = self._rendered(history, self._variables)
+        # The end of the prompt may be missing in the text, such as a think tag, but not all of the generation prompt.
+        least = len(before)
+        if question is not None and before.startswith(question):
+            least = min(len(before), len(question) + 1)
+        for anchor in range(number - 1, -1, -1):
+            found = self._agreement(anchor, history, self._prompt_variables, before)
+            if found is not None:
+                return found.end if found.other_end >= least else None
+        common = _agreeing(self._text, before)
+        return common if common >= least else None
+
+    def _begin_without_prompt(self, number: int) -> int | None:
+        """Returns where an answer begins if the template rejects its prompt alone, which may have no question."""
+        whole = self._rendered(self._messages, self._prompt_variables)
+        if whole is None or not whole.startswith(self._text) or whole == self._text:
+            return None
+        header = whole[len(self._text) :]
+        for probed in _probed(self._messages[number]):
+            place = self._place(self._messages, number, probed, self._variables, self._text)
+            if place is not None:
+                begin = self._text.rfind(header, 0, place) if number else self._text.find(header, 0, place)
+                return None if begin < 0 else begin + len(header)
+        return None
+
+    def _agreement(
+        self, anchor: int, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], other: str
+    ) -> "_Agreement | None":
+        """Compares the text with `other`, the rendering of fewer messages, from a place within message `anchor`.
+
+        Returns None if the message is not found in both.
+        """
+        for probed in _probed(self._messages[anchor]):
+            there = self._place(messages, anchor, probed, variables, other)
+            here = self._place(self._messages, anchor, probed, self._variables, self._text)
+            if here is not None and there is not None:
+                common = _agreeing(self._text[here:], other[there:])
+                return _Agreement(here, here + common, there + common)
+        return None
+
+    def _place(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        number: int,
+        probed: Mapping[str, Any],
+        variables: Mapping[str, Any],
+        text: str,
+    ) -> int | None:
+        """Returns the last position of the probe in `text`, the rendering of the messages, or None if it is not there.
+
+        probed: message `number` with a probe.
+        """
+        found = self._rendered([*messages[:number], probed, *messages[number + 1 :]], variables)
+        if found is None or _PROBE not in found or found.replace(_PROBE, "") != text:
+            return None
+        return found.rindex(_PROBE) - found.count(_PROBE) + 1
+
+    def _rendered(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str | None:
+        try:
+            return self._template._text(messages, variables)
+        except ChatTemplateError:
+            return None
 
 
 def read_template(path: Path) -> str:
@@ -134,3 +266,73 @@ def _without_marks(text: str) -> RenderedChat:
             spans.append((begin, begin + len(piece)))
         begin += len(piece)
     return RenderedChat("".join(pieces[::2]), spans)
+
+
+def _increasing(spans: list[tuple[int, int]], numbers: Sequence[int]) -> list[tuple[int, int]]:
+    for (_, end), (begin, _), number in zip(spans, spans[1:], numbers[1:]):
+        if begin < end:
+            raise ChatTemplateError(_NOT_FOUND.format(number=number + 1))
+    return spans
+
+
+def _outside(spans: list[tuple[int, int]], removed: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the parts of the spans that are not in a removed one."""
+    for cut_begin, cut_end in removed:
+        parts = [((begin, min(end, cut_begin)), (max(begin, cut_end), end)) for begin, end in spans]
+        spans = [(begin, end) for begin, end in itertools.chain.from_iterable(parts) if begin < end]
+    return spans
+
+
+def _probed(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """Yields copies of a message with a probe after one of the last words of one of its texts.
+
+    The text that a template probably writes last comes first.
+    """
+    order = sorted(message, key=lambda key: (key != "tool_calls", key != "content"))
+    for path in [path for key in order for path in reversed(_paths_of_texts(message[key], (key,)))]:
+        text = _value_at(message, path)
+        ends = [found.end() for found in re.finditer(r"\w+", text)][-_PROBED_WORDS:]
+        for place in dict.fromkeys([len(text.rstrip()), *reversed(ends)]):
+            if place > 0:
+                yield _with_probe(message, path, place)
+
+
+def _paths_of_texts(value: Any, path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
+    """Returns the paths of all texts in a JSON value, in order."""
+    if path[-1] in _NEVER_PROBED:
+        return []
+    if isinstance(value, str):
+        return [path]
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    return [found for key, part in parts for found in _paths_of_texts(part, (*path, key))]
+
+
+def _value_at(value: Any, path: tuple[Any, ...]) -> Any:
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _with_probe(message: Mapping[str, Any], path: tuple[Any, ...], place: int) -> Mapping[str, Any]:
+    probed = copy.deepcopy(dict(message))
+    holder = _value_at(probed, path[:-1])
+    text = holder[path[-1]]
+    holder[path[-1]] = text[:place] + _PROBE + text[place:]
+    return probed
+
+
+def _agreeing(one: str, other: str) -> int:
+    """Returns the length of the common start of two texts, which does not end within a tag or word of both."""
+    common = len(os.path.commonprefix([one, other]))
+    starts = [_start_of_unit(one, common), _start_of_unit(other, common)]
+    return common if common in starts else min(starts)
+
+
+def _start_of_unit(text: str, place: int) -> int:
+    """Returns the start of the tag or word that contains the border before `place`, or `place` without one."""
+    line = re.search(r"\S*\Z", text[:place])
+    assert line is not None, "the pattern matches an empty text"
+    for unit in _UNIT.finditer(text, line.start()):
+        if unit.end() > place:
+            return unit.start() if unit.start() < place else place
+    return place

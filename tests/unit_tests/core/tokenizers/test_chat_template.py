@@ -110,7 +110,7 @@ def test_of_two_special_tokens_that_begin_alike_the_longer_one_is_read(tmp_path:
         ("{{ raise_exception('roles must alternate') }}", "roles must alternate"),
         ("{{ messages.nothing.more }}", "does not support this conversation: .*nothing"),
         ("{{ messages.append(1) }}", "does not support this conversation"),
-        ("{{ messages|length }}{% for m in messages %}{{ m.content }}{% endfor %}", "mark them in the template"),
+        ("{% for m in messages|reverse %}{{ m.content }}{% endfor %}", "message 3 so differently .*mark the assistant"),
         ("{{ strftime_now('%d') }}", "'strftime_now' is undefined"),
         ("{% generation %}{{ '\ufdd0' }}{% endgeneration %}", "which are not characters"),
         ("{{ 1 / 0 }}", "does not support this conversation: division by zero"),
