@@ -40,6 +40,7 @@ from megatron.core.tokenizers import TokenizerConfig
 from megatron.core.tokenizers.chat_template import read_template
 from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer
 from megatron.tools.partitions import Piece, Workspace, cut, documents, publish
+from megatron.tools.show_samples import show_samples
 from megatron.tools.token_chunks import (
     EncodedChunk,
     EncodeSettings,
@@ -55,41 +56,71 @@ TOKENIZER_FIELDS = {field.name: spec for field in fields(TokenizerConfig) if (sp
 NAMED_BAD_LINES = 10
 COUNT_WORDS = {
     "empty": "empty documents skipped",
-    "without an answer": "chats without an answer skipped",
     "cut": "longer chats truncated",
-    "too long": "longer chats skipped",
+    "cut loss": "truncated tokens with a loss",
     "filling": "padding tokens",
 }
+TOO_LONG = "without an answer within --pack-length"
+# Largest share of chats that may be dropped, unless --max-dropped-share says otherwise.
+MAX_DROPPED_SHARE = 0.1
 # Number of chats that are packed together. With a few thousand, documents are filled to 99%.
 WINDOW = 4096
 # Increase this when equal input and settings produce different bytes, so that older finished partitions are not used.
-VERSION = 1
+VERSION = 2
 
 
 @dataclass
 class Summary:
     """Counts of the processed input.
 
-    counts: further counts, by the names of COUNT_WORDS. first_bad: positions of the first bad lines.
+    num_chats: chats that were kept. dropped: chats that were not, by reason. counts: further counts, by the names of
+    COUNT_WORDS. first_bad: positions of the first bad lines.
     """
 
     num_documents: int = 0
+    num_chats: int = 0
     num_tokens: int = 0
     num_bad: int = 0
+    dropped: dict[str, int] = field(default_factory=dict)
     counts: dict[str, int] = field(default_factory=dict)
     first_bad: list[str] = field(default_factory=list)
 
     def add(self, other: "Summary") -> None:
         self.num_documents += other.num_documents
+        self.num_chats += other.num_chats
         self.num_tokens += other.num_tokens
         self.num_bad += other.num_bad
+        self.dropped = dict(Counter(self.dropped) + Counter(other.dropped))
         self.counts = dict(Counter(self.counts) + Counter(other.counts))
         self.first_bad += other.first_bad[: NAMED_BAD_LINES - len(self.first_bad)]
 
-    def add_chunk(self, chunk: EncodedChunk) -> None:
+    @property
+    def num_dropped(self) -> int:
+        return sum(self.dropped.values())
+
+    @property
+    def drop_words(self) -> str:
+        """The number of chats that were kept, dropped, and the reasons, the most frequent first."""
+        total = self.num_chats + self.num_dropped
+        share = f" ({self.num_dropped / total:.1%})" if self.num_dropped else ""
+        reasons = ", ".join(f"{count:,} {reason}" for reason, count in Counter(self.dropped).most_common())
+        return f"{self.num_chats:,} kept, {self.num_dropped:,} dropped{share}{': ' if reasons else ''}{reasons}"
+
+    def add_chunk(self, chunk: EncodedChunk, *, holds_chats: bool) -> None:
         # Only for the lines that are shown, because finding the number of a line may require reading its file.
         named = [str(line) for line in chunk.bad_lines[: NAMED_BAD_LINES - len(self.first_bad)]]
-        self.add(Summary(len(chunk.lengths[0]), chunk.num_tokens, len(chunk.bad_lines), dict(chunk.counts), named))
+        count = len(chunk.lengths[0])
+        self.add(
+            Summary(
+                num_documents=count,
+                num_chats=count if holds_chats else 0,
+                num_tokens=chunk.num_tokens,
+                num_bad=len(chunk.bad_lines),
+                dropped=dict(chunk.dropped),
+                counts=dict(chunk.counts),
+                first_bad=named,
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -103,7 +134,8 @@ class Chat:
 def main(argv: list[str] | None = None) -> int:
     """Preprocesses the input and returns the exit status.
 
-    Returns 0 even if lines were skipped, 1 if nothing could be written, and 130 if interrupted.
+    Returns 0 even if lines were skipped, 1 if nothing could be written or too many chats were dropped, and 130 if
+    interrupted.
     """
     options = parse_options(argv)
     # Disables the threads that the tokenizers library would start in each worker process.
@@ -124,7 +156,12 @@ def main(argv: list[str] | None = None) -> int:
         print(f"interrupted: {'run the same command to continue' if kept else 'nothing was written'}", file=sys.stderr)
         return 130
     prefixes = [f"{options.output_prefix}_{name}" for name in settings.names]
-    report(summary, prefixes, is_packed=options.pack_length is not None, seconds=time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    if options.show is not None:
+        show_samples(
+            prefixes[0], tokenizer_for(settings.tokenizer), count=options.show, console=Console(highlight=False)
+        )
+    report(summary, prefixes, options=options, seconds=seconds)
     return 0
 
 
@@ -142,6 +179,13 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     add("--chat-key", metavar="KEY", help="key of the chats in lines or rows; writes tokens and loss masks")
     add("--chat-template", metavar="FILE", help="Jinja template of the chats (default: the tokenizer's)")
     add("--pack-length", type=int, metavar="TOKENS", help="pack whole chats into documents of this length")
+    add("--show", type=int, metavar="N", help="print the first N samples of chats with their loss masks")
+    add(
+        "--max-dropped-share",
+        type=float,
+        metavar="SHARE",
+        help=f"fail if more than this share of the chats is dropped, 0 to 1 ({MAX_DROPPED_SHARE})",
+    )
     for name, spec in TOKENIZER_FIELDS.items():
         flag, kind = "--" + name.replace("_", "-"), str if spec.at_least is None else int
         add(flag, type=kind, choices=spec.choices, required=name == "tokenizer_type", help=spec.help)
@@ -162,7 +206,7 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
 
 def wrong_options(options: argparse.Namespace) -> str | None:
     """Returns an error message for the command line, or None if it is valid."""
-    for name in ("workers", "partitions", "pack_length"):
+    for name in ("workers", "partitions", "pack_length", "show"):
         value = vars(options)[name]
         if value is not None and value < 1:
             return f"--{name.replace('_', '-')} is {value}: must be at least 1"
@@ -170,8 +214,13 @@ def wrong_options(options: argparse.Namespace) -> str | None:
         return "--output-prefix is empty: give the path prefix of the written files"
     if options.split_sentences or options.keep_newlines:
         return "--split-sentences and --keep-newlines are for BERT, which is not supported: remove them"
-    if options.chat_key is None and (options.chat_template or options.pack_length):
-        return "--chat-template and --pack-length apply only to chats: give the key of the chats with --chat-key"
+    share = options.max_dropped_share
+    if share is not None and not 0 <= share <= 1:
+        return f"--max-dropped-share is {share}: must be 0 to 1"
+    of_chats = ("chat_template", "pack_length", "show", "max_dropped_share")
+    given = [f"--{name.replace('_', '-')}" for name in of_chats if vars(options)[name] is not None]
+    if options.chat_key is None and given:
+        return f"{' and '.join(given)} apply only to chats: give the key of the chats with --chat-key"
     if options.chat_key is not None and options.json_keys is not None:
         return f"--chat-key {options.chat_key} contradicts --json-keys: give only one of them"
     return wrong_keys(options.json_keys or [options.chat_key or "text"])
@@ -233,11 +282,12 @@ def preprocess(options: argparse.Namespace, settings: EncodeSettings) -> Summary
             space, cut(files, options.partitions), settings=settings, options=options, advance=advance
         )
         if summary.num_documents == 0:
-            raise ValueError(nothing_found(summary, options.input))
+            raise ValueError(nothing_found(summary, options))
         part = "0"
         if options.partitions > 1 or options.pack_length:
             part = "merged"
             merge(space, settings, options=options, summary=summary)
+        check_dropped(summary, options)
         outputs = {name: f"{options.output_prefix}_{name}" for name in settings.names}
         stale = [loss_mask_prefix(path) for path in outputs.values()]
         # Loss masks first, because without masks all tokens would count in the loss.
@@ -314,7 +364,7 @@ def encode_pieces(
         for chunk in map_in_order(encode, chunks(documents(pieces, settings.columns)), workers=workers):
             for builder, tokens, lengths in zip(builders, chunk.arrays, chunk.lengths):
                 builder.add_concatenated(tokens, lengths)
-            summary.add_chunk(chunk)
+            summary.add_chunk(chunk, holds_chats=settings.chat_template is not None)
             advance(chunk.num_bytes)
         for builder, prefix in zip(builders, prefixes):
             builder.finalize(get_idx_path(prefix))
@@ -352,14 +402,20 @@ def pack(
     fill = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
     counts: Counter[str] = Counter()
     tokens, masks = builders
-    summary.num_documents = 0
+    summary.num_documents = summary.counts["with a loss"] = 0
+    chats = (_ending_at(chat, tokenizer.eod) for chat in chats)
     for document in packed(chats, length=length, fill=fill, counts=counts):
         tokens.add_concatenated(document.tokens, [length])
         masks.add_concatenated(document.mask, [length])
         summary.num_documents += 1
+        summary.counts["with a loss"] += int(document.mask.sum())
     if summary.num_documents == 0:
         raise ValueError(f"--pack-length is {length}: no chat has an answer that begins within this length")
     summary.num_tokens = summary.num_documents * length
+    too_long = counts.pop("too long", 0)
+    if too_long:
+        summary.num_chats -= too_long
+        summary.dropped[TOO_LONG] = too_long
     summary.counts |= counts
 
 
@@ -406,12 +462,19 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     return sorted(sorted(group) for group in groups)
 
 
+def _ending_at(chat: Chat, eod: int) -> Chat:
+    """Cuts the blank text after a chat's last end of document, at which training separates packed chats."""
+    end = int(np.flatnonzero(chat.tokens == eod)[-1]) + 1
+    return Chat(chat.tokens[:end], chat.mask[:end])
+
+
 def _at_most(chat: Chat, length: int, *, counts: Counter[str]) -> list[Chat]:
     if len(chat.tokens) <= length:
         return [chat]
     cut = Chat(chat.tokens[:length], chat.mask[:length])
     learns = bool(cut.mask.any())
     counts["cut" if learns else "too long"] += 1
+    counts["cut loss"] += int(chat.mask[length:].sum()) if learns else 0
     return [cut] if learns else []
 
 
@@ -447,33 +510,54 @@ def progress_bar(files: Iterable[Path]) -> Iterator[Callable[[int], None]]:
         yield lambda num_bytes: progress.advance(task, num_bytes)
 
 
-def nothing_found(summary: Summary, inputs: list[str]) -> str:
+def nothing_found(summary: Summary, options: argparse.Namespace) -> str:
     bad = "".join(f"\n  {line}" for line in summary.first_bad)
-    empty = summary.counts.get("empty", 0)
-    unanswered = summary.counts.get("without an answer", 0)
-    chats = f", {unanswered} chats without an answer" if unanswered else ""
-    return f"no document in {', '.join(inputs)}: {summary.num_bad} bad lines, {empty} empty documents{chats}{bad}"
+    inputs = ", ".join(options.input)
+    if options.chat_key is not None:
+        return f"no chat with a loss in {inputs}: {summary.drop_words}{bad}"
+    return (
+        f"no document in {inputs}: {summary.num_bad} bad lines, {summary.counts.get('empty', 0)} empty documents{bad}"
+    )
 
 
-def report(summary: Summary, prefixes: list[str], *, is_packed: bool, seconds: float) -> None:
+def check_dropped(summary: Summary, options: argparse.Namespace) -> None:
+    """Raises ValueError if more chats were dropped than --max-dropped-share allows."""
+    if options.chat_key is None:
+        return
+    share = MAX_DROPPED_SHARE if options.max_dropped_share is None else options.max_dropped_share
+    if summary.num_dropped > share * (summary.num_chats + summary.num_dropped):
+        bad = "".join(f"\n  {line}" for line in summary.first_bad)
+        raise ValueError(
+            f"too many chats of {', '.join(options.input)} are dropped: {summary.drop_words}; nothing was written. "
+            f"Correct them, or allow more than a share of {share:g} with --max-dropped-share{bad}"
+        )
+
+
+def report(summary: Summary, prefixes: list[str], *, options: argparse.Namespace, seconds: float) -> None:
     """Prints a summary line that ends with the --data-path flag for the files. Lists skipped lines on stderr."""
     for line in summary.first_bad:
         print(f"skipped {line}", file=sys.stderr)
     if summary.num_bad:
-        print(f"skipped {summary.num_bad:,} bad lines in total", file=sys.stderr)
-    if is_packed and summary.counts.get("eod inside"):
+        kind = "bad lines" if options.chat_key is None else "chats"
+        print(f"skipped {summary.num_bad:,} {kind} in total", file=sys.stderr)
+    if options.pack_length is not None and summary.counts.get("eod inside"):
         print(
             f"note: {summary.counts['eod inside']:,} chats contain the end-of-document token, at which "
             "--reset-attention-mask would split them: give the tokenizer an eos_token that its template does not write",
             file=sys.stderr,
         )
+    learned = ""
+    if options.chat_key is not None:
+        print(f"chats: {summary.drop_words}")
+        count = summary.counts["with a loss"]
+        learned = f", {count:,} with a loss ({count / summary.num_tokens:.1%})"
     found = [(summary.counts.get(name, 0), words) for name, words in COUNT_WORDS.items()]
     counts = "".join(f", {count:,} {words}" for count, words in found if count)
     size = sum(Path(get_bin_path(prefix)).stat().st_size for prefix in prefixes) / 1e6
     flags = " ".join(prefix for prefix in prefixes if not prefix.endswith("_loss_mask"))
     print(
-        f"{summary.num_documents:,} documents{counts}, {summary.num_tokens:,} tokens, {size:.1f} MB, {seconds:.1f} s: "
-        f"--data-path {flags}"
+        f"{summary.num_documents:,} documents{counts}, {summary.num_tokens:,} tokens{learned}, {size:.1f} MB, "
+        f"{seconds:.1f} s: --data-path {flags}"
     )
 
 

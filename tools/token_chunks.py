@@ -20,14 +20,18 @@ from megatron.core.datasets.indexed_dataset import DType, loss_mask_prefix
 from megatron.core.datasets.table_files import Columns
 from megatron.core.datasets.text_files import BadLine, RawDocument, decode_record, decode_texts
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
-from megatron.core.tokenizers.chat_template import ChatTemplate
+from megatron.core.tokenizers.chat_template import ChatTemplate, ChatTemplateError
 from megatron.core.tokenizers.library_tokenizers import LibraryTokenizer
-from megatron.core.tokenizers.tokenizer import BaseTokenizer
+from megatron.core.tokenizers.tokenizer import BaseTokenizer, MarkedTokens
+from megatron.tools.chat_records import read_chat
 
 CHUNK_BYTES = 256 << 10  # size of the text that a worker encodes at a time
 CHUNKS_IN_FLIGHT = 4  # per worker: bounds memory, and keeps workers busy during a slow chunk
-# Alternative names of roles in data sets.
-ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bot": "assistant"}
+# Reasons why a chat is dropped.
+UNREADABLE = "not readable"
+REJECTED = "rejected by the template"
+UNANSWERED = "without an answer"
+UNWEIGHTED = "without a loss because of their marks"
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,16 @@ class EncodeSettings:
 
 @dataclass
 class EncodedChunk:
-    """Consecutive encoded documents: for each of the settings' names, the concatenated values and their lengths."""
+    """Consecutive encoded documents: for each of the settings' names, the concatenated values and their lengths.
+
+    dropped: number of dropped chats by reason; bad_lines contains each of them.
+    """
 
     arrays: list[np.ndarray] = field(default_factory=list)
     lengths: list[list[int]] = field(default_factory=list)
     bad_lines: list[BadLine] = field(default_factory=list)
     counts: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
     num_bytes: int = 0
     num_tokens: int = 0
 
@@ -173,55 +181,70 @@ def encode_chats(
 ) -> list[list[np.ndarray]]:
     """Returns the tokens and loss masks of each chat, [L] integers. A mask is 1 for tokens of the assistant's answers.
 
-    Chats without such a token are omitted and recorded in `chunk`, like bad lines.
+    Chats without such a token are dropped and recorded in `chunk`, as are bad lines.
     """
-    assert settings.chat_template is not None
     tokenizer = tokenizer_for(settings.tokenizer)
-    template = template_for(settings)
     tokens, masks = [], []
     for raw in documents:
         try:
-            record = decode_record(raw, settings.json_keys)
-            chat = template.render(messages_of(record, settings.json_keys[0]), tools=record.get("tools"))
-            chat.text.encode()  # JSON may contain lone surrogates, which are not valid text
+            found = _encode_chat(settings, decode_record(raw, settings.json_keys))
+        except DroppedChat as error:
+            reason, problem = error.reason, error
+        except ChatTemplateError as error:
+            reason, problem = REJECTED, error
         except (ValueError, TypeError) as error:
-            chunk.bad_lines.append(BadLine(raw.path, raw.line, str(error), raw.begin))
+            reason, problem = UNREADABLE, error
+        else:
+            ids, marks = found.ids, found.marks
+            end = end_of_chat(ids, tokenizer)
+            if settings.append_eod and ids[end - 1] != tokenizer.eod:
+                # Ends an answer that does not end with an end token itself.
+                marks = [*marks, marks[-1] and ids[end - 1] not in tokenizer.special_ids]
+                ids = [*ids, tokenizer.eod]
+                end = len(ids)
+            chunk.counts["eod inside"] += tokenizer.eod in ids[: end - 1]
+            chunk.counts["with a loss"] += sum(marks)
+            tokens.append(np.asarray(ids))
+            masks.append(np.asarray(marks))
             continue
-        found = tokenizer.tokenize_marked(chat.text, chat.spans)
-        ids, marks = found.ids, found.marks
-        # The first token has no context from which it could be predicted.
-        marks[:1] = [False] * len(marks[:1])
-        if not any(marks):
-            chunk.counts["without an answer"] += 1
-            continue
-        if settings.append_eod and ids[-1] != tokenizer.eod:
-            # Ends an answer that does not end with an end token itself.
-            ids, marks = [*ids, tokenizer.eod], [*marks, marks[-1]]
-        chunk.counts["eod inside"] += tokenizer.eod in ids[:-1]
-        tokens.append(np.asarray(ids))
-        masks.append(np.asarray(marks))
+        chunk.dropped[reason] += 1
+        chunk.bad_lines.append(BadLine(raw.path, raw.line, str(problem), raw.begin))
     return [tokens, masks]
 
 
-def messages_of(record: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    """Returns the messages of a line, each with a role. Raises ValueError for other contents."""
-    messages = record[key]
-    if messages == []:
-        raise ValueError(f"key {key!r} is empty: must be a list of at least one message")
-    if not isinstance(messages, list):
-        raise ValueError(f"key {key!r} is {type(messages).__name__}: must be a list of at least one message")
-    return [_message(message, key) for message in messages]
+class DroppedChat(Exception):
+    """Raised for a chat without a token in the loss. reason: one of the reasons above."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
-def _message(message: Any, key: str) -> dict[str, Any]:
-    if not isinstance(message, dict):
-        raise ValueError(f"key {key!r} contains a {type(message).__name__}: must be objects with role and content")
-    if "from" in message and "value" in message:
-        role = message["from"]
-        message = {"role": ROLES.get(role, role) if isinstance(role, str) else role, "content": message["value"]}
-    if not isinstance(message.get("role"), str):
-        raise ValueError(f"a message of {key!r} has the keys {sorted(message)}: must have role and content")
-    return message
+def _encode_chat(settings: EncodeSettings, record: dict[str, Any]) -> MarkedTokens:
+    """Returns the tokens of a record's chat. Raises DroppedChat, ValueError or TypeError."""
+    template = template_for(settings)
+    chat = read_chat(record, settings.json_keys[0])
+    rendered = template.render(chat.messages, untrained=chat.untrained, tools=chat.tools)
+    if any(quoted in rendered.text for quoted in chat.quoted_arguments()):
+        messages = chat.with_parsed_arguments().messages
+        rendered = template.render(messages, untrained=chat.untrained, tools=chat.tools)
+    rendered.text.encode()  # JSON may contain lone surrogates, which are not valid text
+    found = tokenizer_for(settings.tokenizer).tokenize_marked(rendered.text, rendered.spans)
+    # The first token has no context from which it could be predicted.
+    found.marks[:1] = [False] * len(found.marks[:1])
+    if not any(found.marks):
+        if chat.is_excluded:
+            raise DroppedChat(UNWEIGHTED, "the fields of its messages exclude all answers from the loss")
+        raise DroppedChat(UNANSWERED, "the assistant has no text")
+    return found
+
+
+def end_of_chat(ids: Sequence[int], tokenizer: BaseTokenizer) -> int:
+    """Returns the number of tokens up to the last one that is not blank text, or 0 if there is none."""
+    for end in range(len(ids), 0, -1):
+        if ids[end - 1] in tokenizer.special_ids or tokenizer.detokenize(ids[end - 1 : end]).strip():
+            return end
+    return 0
 
 
 @functools.cache

@@ -14,6 +14,7 @@ from typing import Any
 
 PARQUET, ARROW = ".parquet", ".arrow"
 TABLE_SUFFIXES = (PARQUET, ARROW)
+CHAT_COLUMNS = ("system", "tools")  # of a record, in addition to the messages
 BATCH_BYTES = 4 << 20  # approximate size of the decoded values in memory
 MOST_BATCH_ROWS = 1024
 READ_SIZE = 1 << 20
@@ -24,7 +25,10 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 
 @dataclass(frozen=True)
 class Columns:
-    """Columns to read. hold_chats: they contain chats, so a column "tools" is also read. flag: for error messages."""
+    """Columns to read. flag: for error messages.
+
+    hold_chats: they contain chats, so columns "system" and "tools" are also read.
+    """
 
     keys: tuple[str, ...]
     hold_chats: bool = False
@@ -133,8 +137,8 @@ def _selected(schema: Any, path: Path, columns: Columns) -> list[str]:
                 f"{path}: column {key!r} is {schema.field(key).type}: must be text; columns of text: "
                 f"{', '.join(map(repr, texts)) or 'none'}. Choose with {columns.flag}"
             )
-    tools = ["tools"] if columns.hold_chats and "tools" in schema.names and "tools" not in columns.keys else []
-    return [*columns.keys, *tools]
+    others = [name for name in CHAT_COLUMNS if name in schema.names and name not in columns.keys]
+    return [*columns.keys, *(others if columns.hold_chats else [])]
 
 
 def _is_text(kind: Any) -> bool:

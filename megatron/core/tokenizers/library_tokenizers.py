@@ -1,5 +1,6 @@
 """Tokenizers based on Hugging Face's `tokenizers` library. Reads only local files and runs no remote code."""
 
+import functools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -62,6 +63,13 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         if eod is None:
             raise ValueError(f"{self._path} has no end-of-document token: must contain one of {', '.join(EOD_NAMES)}")
         self.eod = eod
+
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of the tokens that tokenizer.json declares special or tokenizer_config.json names, including eod."""
+        declared = [number for number, token in self._tokenizer.get_added_tokens_decoder().items() if token.special]
+        named = [self._vocab[text] for text in self.special_names.values() if text in self._vocab]
+        return frozenset((self.eod, *declared, *named))
 
     @property
     def special_names(self) -> dict[str, str]:

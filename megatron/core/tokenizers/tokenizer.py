@@ -99,6 +99,11 @@ class BaseTokenizer(ABC):
         """Special tokens that chat templates may write as text, with their ids."""
         return {}
 
+    @functools.cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids of special tokens, including eod."""
+        return frozenset((self.eod, *self.special_tokens.values()))
+
     @property
     def special_names(self) -> dict[str, str]:
         """Texts of bos_token, eos_token, pad_token and similar names that templates use."""

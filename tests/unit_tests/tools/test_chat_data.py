@@ -43,12 +43,15 @@ def test_the_answers_alone_are_learned_and_what_cannot_be_read_is_named(tmp_path
     shared = {"messages": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "rs"}]}
     bad = [{"messages": "no"}, {"messages": [{"text": 1}]}, {"body": []}, {"messages": ["a"]}, {"messages": []}]
     silent = {"messages": [{"role": "user", "content": "q"}]}
-    found = run(tmp_path, [chat("ab", "cd"), silent, shared, *bad], "--append-eod")
+    found = run(tmp_path, [chat("ab", "cd"), silent, shared, *bad], "--append-eod", "--max-dropped-share", "0.75")
     # The answer has no end token, so the end of the document belongs to it.
     assert found == [("u:aba:cd$", "000000111"), ("u:qa:rs$", "00000111")]
     out, err = capsys.readouterr()
-    assert "2 documents, 1 chats without an answer skipped, 17 tokens" in out and "skipped 5 bad lines" in err
+    assert "chats: 2 kept, 6 dropped (75.0%): 5 not readable, 1 without an answer\n" in out
+    assert "2 documents, 17 tokens, 6 with a loss (35.3%), " in out
+    assert "skipped 6 chats in total" in err
     for line, reason in (
+        (2, "the assistant has no text"),
         (4, "must be a list of at least one message"),
         (5, "must have role and content"),
         (6, "no key 'messages'"),
@@ -58,12 +61,13 @@ def test_the_answers_alone_are_learned_and_what_cannot_be_read_is_named(tmp_path
 
 def test_packed_documents_hold_whole_chats_each_with_its_end(tmp_path: Path, capsys) -> None:
     records = [chat("a", "1" * 9), chat("b", "2"), chat("c", "3" * 30), chat("d", "4" * 2), chat("e" * 30, "5")]
-    found = run(tmp_path, records, "--pack-length", "16")
+    found = run(tmp_path, records, "--pack-length", "16", "--max-dropped-share", "0.2")
     assert [text for text, _ in found] == ["u:aa:" + "1" * 9 + "$$", "u:ba:2$u:da:44$$", "u:ca:" + "3" * 11]
     assert found[1][1] == "0000011000001110"
     assert (
-        "3 documents, 1 longer chats truncated, 1 longer chats skipped, 2 padding tokens, 48" in capsys.readouterr().out
-    )
+        "chats: 4 kept, 1 dropped (20.0%): 1 without an answer within --pack-length\n3 documents, 1 longer chats "
+        "truncated, 20 truncated tokens with a loss, 2 padding tokens, 48 tokens, 26 with a loss (54.2%)"
+    ) in capsys.readouterr().out
 
 
 @given(lengths=st.lists(st.integers(1, 12), max_size=40), capacity=st.integers(12, 30))
