@@ -15,7 +15,6 @@ without the probe is the original one.
 """
 
 import copy
-import itertools
 import json
 import os
 import re
@@ -36,8 +35,9 @@ _NOT_FOUND = (
 )
 # Errors that expressions of a template can raise, such as 1 / 0.
 _ERRORS_OF_TEMPLATES = (TypeError, ValueError, ArithmeticError, LookupError, AttributeError, RecursionError)
-# Parts of a text that a template writes as a whole: tags such as <|im_end|> and [/INST], and words.
-_UNIT = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]|\w+")
+# Parts of a text that are written as a whole: tags such as <|im_end|> and [/INST], and words.
+_TAG = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]")
+_WORD = re.compile(r"\w+")
 # Fields of a message on which templates base decisions instead of printing them.
 _NEVER_PROBED = ("role", "type", "id", "tool_call_id")
 _PROBED_WORDS = 4  # last words of a text after which a probe is tried
@@ -87,7 +87,7 @@ class ChatTemplate:
         ]
         extents = _Extents(self, messages, variables, marked.text)
         found = _increasing([extents.of(number) for number in numbers], numbers)
-        return RenderedChat(marked.text, _outside(marked.spans, found) if self._marks_spans else found)
+        return RenderedChat(marked.text, _apart(marked.spans, found) if self._marks_spans else found)
 
     def prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Renders a conversation up to the start of the next answer, as for generation. Raises ChatTemplateError."""
@@ -149,9 +149,7 @@ class _Extents:
         history = self._messages[:number]
         question = self._rendered(history, self._variables)
         # The end of the prompt may be missing in the text, such as a think tag, but not all of the generation prompt.
-        least = len(before)
-        if question is not None and before.startswith(question):
-            least = min(len(before), len(question) + 1)
+        least = len(before) if question is None else min(len(before), _agreeing(before, question) + 1)
         for anchor in range(number - 1, -1, -1):
             found = self._agreement(anchor, history, self._prompt_variables, before)
             if found is not None:
@@ -275,12 +273,13 @@ def _increasing(spans: list[tuple[int, int]], numbers: Sequence[int]) -> list[tu
     return spans
 
 
-def _outside(spans: list[tuple[int, int]], removed: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Returns the parts of the spans that are not in a removed one."""
-    for cut_begin, cut_end in removed:
-        parts = [((begin, min(end, cut_begin)), (max(begin, cut_end), end)) for begin, end in spans]
-        spans = [(begin, end) for begin, end in itertools.chain.from_iterable(parts) if begin < end]
-    return spans
+def _apart(spans: list[tuple[int, int]], others: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Returns the spans that overlap none of the others. Whole spans, because a marked one may include its prompt."""
+    return [
+        (begin, end)
+        for begin, end in spans
+        if all(end <= other_begin or other_end <= begin for other_begin, other_end in others)
+    ]
 
 
 def _probed(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -291,10 +290,9 @@ def _probed(message: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
     order = sorted(message, key=lambda key: (key != "tool_calls", key != "content"))
     for path in [path for key in order for path in reversed(_paths_of_texts(message[key], (key,)))]:
         text = _value_at(message, path)
-        ends = [found.end() for found in re.finditer(r"\w+", text)][-_PROBED_WORDS:]
+        ends = [found.end() for found in _WORD.finditer(text)][-_PROBED_WORDS:]
         for place in dict.fromkeys([len(text.rstrip()), *reversed(ends)]):
-            if place > 0:
-                yield _with_probe(message, path, place)
+            yield _with_probe(message, path, place)
 
 
 def _paths_of_texts(value: Any, path: tuple[Any, ...]) -> list[tuple[Any, ...]]:
@@ -322,17 +320,18 @@ def _with_probe(message: Mapping[str, Any], path: tuple[Any, ...], place: int) -
 
 
 def _agreeing(one: str, other: str) -> int:
-    """Returns the length of the common start of two texts, which does not end within a tag or word of both."""
+    """Returns the length of the common start of two texts that ends within no tag, and not within a word of both."""
     common = len(os.path.commonprefix([one, other]))
-    starts = [_start_of_unit(one, common), _start_of_unit(other, common)]
-    return common if common in starts else min(starts)
+    in_tags = min(_start_of_unit(_TAG, text, common) for text in (one, other))
+    in_words = max(_start_of_unit(_WORD, text, common) for text in (one, other))
+    return min(in_tags, in_words)
 
 
-def _start_of_unit(text: str, place: int) -> int:
-    """Returns the start of the tag or word that contains the border before `place`, or `place` without one."""
+def _start_of_unit(unit: re.Pattern[str], text: str, place: int) -> int:
+    """Returns the start of the unit that contains the characters on both sides of `place`, or `place` without one."""
     line = re.search(r"\S*\Z", text[:place])
     assert line is not None, "the pattern matches an empty text"
-    for unit in _UNIT.finditer(text, line.start()):
-        if unit.end() > place:
-            return unit.start() if unit.start() < place else place
+    for found in unit.finditer(text, line.start()):
+        if found.end() > place:
+            return min(found.start(), place)
     return place
