@@ -137,25 +137,33 @@ class _Extents:
         up_to_answer = self._messages[: number + 1]
         behind = self._rendered(up_to_answer, self._variables)
         before = self._rendered(self._messages[:number], self._prompt_variables)
-        if behind is not None and before is not None and self._text.startswith(behind) and behind.startswith(before):
-            return len(before), len(behind)
+        if behind is not None and self._text.startswith(behind):
+            if before is not None and behind.startswith(before):
+                return len(before), len(behind)
+            answer: _Agreement | None = _Agreement(len(behind) - 1, len(behind), len(behind))
+        else:
+            answer = None if behind is None else self._agreement(number, up_to_answer, self._variables, behind)
         begin = self._begin_without_prompt(number) if before is None else self._begin(number, before)
-        found = None if behind is None else self._agreement(number, up_to_answer, self._variables, behind)
-        if begin is None or found is None or begin > found.place:
+        if begin is None or answer is None or begin > answer.place:
             raise ChatTemplateError(_NOT_FOUND.format(number=number + 1))
-        return begin, found.end
+        return begin, answer.end
 
     def _begin(self, number: int, before: str) -> int | None:
+        if self._text.startswith(before):
+            return len(before)
         history = self._messages[:number]
-        question = self._rendered(history, self._variables)
-        # The end of the prompt may be missing in the text, such as a think tag, but not all of the generation prompt.
-        least = len(before) if question is None else min(len(before), _agreeing(before, question) + 1)
+        found = None
         for anchor in range(number - 1, -1, -1):
             found = self._agreement(anchor, history, self._prompt_variables, before)
             if found is not None:
-                return found.end if found.other_end >= least else None
-        common = _agreeing(self._text, before)
-        return common if common >= least else None
+                break
+        if found is None:
+            common = _agreeing(self._text, before)
+            found = _Agreement(0, common, common)
+        # The end of the prompt may be missing in the text, such as a think tag, but not all of the generation prompt.
+        question = self._rendered(history, self._variables)
+        least = len(before) if question is None else min(len(before), _agreeing(before, question) + 1)
+        return found.end if found.other_end >= least else None
 
     def _begin_without_prompt(self, number: int) -> int | None:
         """Returns where an answer begins if the template rejects its prompt alone, which may have no question."""
@@ -166,7 +174,7 @@ class _Extents:
         for probed in _probed(self._messages[number]):
             place = self._place(self._messages, number, probed, self._variables, self._text)
             if place is not None:
-                begin = self._text.rfind(header, 0, place) if number else self._text.find(header, 0, place)
+                begin = self._text.rfind(header, 0, place)
                 return None if begin < 0 else begin + len(header)
         return None
 
