@@ -116,3 +116,50 @@ def test_the_loss_of_a_run_is_the_mean_over_the_answers_of_the_chats_alone(tmp_p
         every = torch.nn.functional.cross_entropy(logits[0, :, :257], tokens[0, 1:], reduction="none")
         losses += every[-len(answer) - 1 :].tolist()
     assert finished.steps[1]["lm_loss"] == pytest.approx(sum(losses) / len(losses), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "num_good, words, status",
+    [(9, (), 0), (8, (), 1), (8, ("--max-dropped-share", "0.2"), 0), (99, ("--max-dropped-share", "0"), 1)],
+)
+def test_too_many_dropped_chats_are_an_error(
+    tmp_path: Path, num_good: int, words: tuple[str, ...], status: int, capsys
+) -> None:
+    excluded = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "weight": 0}]}
+    records = [chat("a", "b")] * num_good + [excluded]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (tmp_path / "t.jinja").write_text(TEMPLATE)
+    files = ["--input", str(tmp_path / "a.jsonl"), "--chat-template", str(tmp_path / "t.jinja")]
+    (tmp_path / "out_messages_document.bin").write_bytes(b"old")
+    assert preprocess_data.main([*files, "--output-prefix", str(tmp_path / "out"), *BYTES, *words]) == status
+    out, err = capsys.readouterr()
+    share = f"{1 / (num_good + 1):.1%}"
+    counted = f"{num_good} kept, 1 dropped ({share}): 1 without a loss because of their marks"
+    assert f"a.jsonl:{num_good + 1}: the fields of its messages exclude all answers" in err
+    if status == 0:
+        assert f"chats: {counted}\n" in out
+    else:
+        limit = words[-1] if words else "0.1"
+        assert f"are dropped: {counted}; nothing was written" in err and f"share of {limit} with --max-dropped" in err
+        assert (tmp_path / "out_messages_document.bin").read_bytes() == b"old"
+
+
+def test_samples_are_shown_as_they_are_trained_on(tmp_path: Path, capsys) -> None:
+    run(tmp_path, [chat("a", "b"), chat("c", "d")], "--pack-length", "16", "--show", "5")
+    shown = capsys.readouterr().out.splitlines()[:7]
+    assert shown == [
+        "sample 1 of 1: 16 tokens, 4 with a loss",
+        "       | u:aa:",
+        "  loss | b<|endoftext|>",
+        "       | u:ca:",
+        "  loss | d<|endoftext|>",
+        "       | <|endoftext|>",
+        "       | <|endoftext|>",
+    ]
+
+
+@pytest.mark.parametrize("value", ["1.5", "-0.1", "nan"])
+def test_a_share_is_0_to_1(tmp_path: Path, value: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        preprocess_data.main(["--input", "a", "--output-prefix", "o", *BYTES, "--max-dropped-share", value])
+    assert f"--max-dropped-share is {value}: must be 0 to 1" in capsys.readouterr().err

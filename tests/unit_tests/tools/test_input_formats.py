@@ -32,10 +32,21 @@ CHATS = [
             {"role": "assistant", "content": "It rains."},
         ],
         "tools": [{"name": "f"}],
-    }
+        "system": "be kind",
+    },
+    {
+        "messages": [
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": "b", "weight": 0},
+            {"role": "user", "content": "c"},
+            {"role": "assistant", "content": "d"},
+        ],
+    },
 ]
+# A table has the columns of its first row.
+OPTIONAL = {"tools": None, "system": None}
 TEMPLATE = (
-    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.keys() | list }}"
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for m in messages %}{{ m.keys() | list }}{{ m.role }}"
     "{% generation %}{{ m.content }}{% if m.calls %}{{ m.calls | tojson }}{% endif %}{% endgeneration %}{% endfor %}"
 )
 BYTES = ("--tokenizer-type", "ByteLevelTokenizer", "--append-eod")
@@ -56,21 +67,21 @@ def compressed(suffix: str, compress: Callable[[bytes], bytes]) -> Callable[[Pat
 
 def parquet(folder: Path, records: list[dict]) -> list[str]:
     """Writes two Parquet files with several row groups, and returns their pattern."""
-    table = pa.Table.from_pylist([{"id": number, "tools": None, **record} for number, record in enumerate(records)])
+    table = pa.Table.from_pylist([{"id": number, **OPTIONAL, **record} for number, record in enumerate(records)])
     for number, part in enumerate((table.slice(0, 100), table.slice(100))):
         pq.write_table(part, folder / f"part-{number}.parquet", row_group_size=30, compression="zstd")
     return [str(folder / "part-*.parquet")]
 
 
 def arrow(folder: Path, records: list[dict]) -> list[str]:
-    table = pa.Table.from_pylist([{"tools": None, **record} for record in records])
+    table = pa.Table.from_pylist([{**OPTIONAL, **record} for record in records])
     with pa.ipc.new_file(folder / "a.arrow", table.schema) as writer:
         writer.write_table(table, max_chunksize=50)
     return [str(folder / "a.arrow")]
 
 
 def saved_dataset(folder: Path, records: list[dict]) -> list[str]:
-    rows = datasets.Dataset.from_list([{"tools": None, **record} for record in records])
+    rows = datasets.Dataset.from_list([{**OPTIONAL, **record} for record in records])
     rows.save_to_disk(folder / "saved", num_shards=3)
     return [str(folder / "saved")]
 
