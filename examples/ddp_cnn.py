@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
+from megatron.core.device import require_launch  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.distributed.event_log import EventLog, launched_before_next_was_ready  # noqa: E402
 from megatron.core.model_parallel_config import ModelParallelConfig  # noqa: E402
@@ -81,11 +82,12 @@ def _backward(ddp: DistributedDataParallel, batch: tuple[Tensor, Tensor]) -> Ten
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains on the processes that torchrun started, or on a single process."""
+    """Trains on the processes that a launcher started, or on a single process."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--overlap", action="store_true", help="reduce gradients during backward")
     parser.add_argument("--steps", type=int, default=30)
     options = parser.parse_args(argv)
+    require_launch()
     if "RANK" in os.environ and not dist.is_initialized():
         dist.init_process_group("gloo")
     torch.manual_seed(1234)

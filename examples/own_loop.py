@@ -19,7 +19,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a clone works without installation
 
 from megatron.core import parallel_state
-from megatron.core.device import default_device, prepare_device
+from megatron.core.device import default_device, prepare_device, require_launch
 from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
@@ -38,6 +38,7 @@ SEQUENCE, MICRO_BATCH, MICRO_BATCHES, VOCABULARY = 32, 2, 8, 128
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains on sequences in which each token is the previous token plus one."""
     options = parse_options(argv)
+    require_launch()
     prepare_device(default_device())
     dist.init_process_group()
     parallel_state.initialize_model_parallel(

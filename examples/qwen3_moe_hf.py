@@ -40,7 +40,7 @@ if str(ROOT) not in sys.path:
 
 from benchmarks.live_bytes import LiveBytes  # noqa: E402
 from examples.paged_stash_hf import CONFIG, use_stash  # noqa: E402
-from megatron.core.device import default_device, peak_memory_bytes, prepare_device  # noqa: E402
+from megatron.core.device import default_device, peak_memory_bytes, prepare_device, require_launch  # noqa: E402
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig  # noqa: E402
 from megatron.core.model_parallel_config import ModelParallelConfig  # noqa: E402
 from megatron.core.optimizer import DistributedFusedAdam, OptimizerConfig, get_megatron_optimizer  # noqa: E402
@@ -130,8 +130,9 @@ TRAINERS: dict[str, Callable[[Qwen3MoeForCausalLM], Trainer]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains on the processes that torchrun started, or on a single process."""
+    """Trains on the processes that a launcher started, or on a single process."""
     options = parse_options(argv)
+    require_launch()
     device = default_device()
     prepare_device(device)
     joins = "RANK" in os.environ and not dist.is_initialized()

@@ -30,6 +30,9 @@ settings.load_profile("project")
 torch.set_num_threads(1)
 # Weights & Biases writes files and sends nothing. Ranks inherit this setting.
 os.environ.setdefault("WANDB_MODE", "offline")
+# Tests may run as a task of a job. The processes that they start are not tasks of it.
+for _name in [name for name in os.environ if name.startswith(("SLURM_", "OMPI_", "PMI_", "PMIX_"))]:
+    del os.environ[_name]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -27,6 +27,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from examples.any_module.diffusion import UNet, add_noise, as_text, draw_pictures, paint  # noqa: E402
+from megatron.core.device import require_launch  # noqa: E402
 from megatron.core.optimizer import DistributedFusedAdam  # noqa: E402
 
 
@@ -49,8 +50,9 @@ class Trained:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Trains on the processes that torchrun started, or on a single process."""
+    """Trains on the processes that a launcher started, or on a single process."""
     options = parse_options(argv)
+    require_launch()
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
     else:

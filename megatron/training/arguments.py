@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence, Set
 from typing import Any
 
+from megatron.core.device import adopt_launcher
 from megatron.training.command_line.config_builder import core_transformer_config_from_args
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
 from megatron.training.command_line.flags import (
@@ -41,6 +42,7 @@ def parse_args(
     argv: None means sys.argv. Returns a namespace with the value of every supported flag, under Megatron-LM's names.
     Raises CommandLineError for mistakes. --help, --list-models and --print-config print on rank 0 and exit.
     """
+    adopt_launcher()
     table = flag_table()
     # A copy, because the caller may reuse its list.
     words = list(sys.argv[1:] if argv is None else argv)

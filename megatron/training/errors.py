@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from megatron.core.device import LaunchError
 from megatron.core.distributed import NonFiniteGradientError
 from megatron.core.distributed.consistency import WeightMismatchError
 from megatron.core.group_collectives import RemoteRankError
@@ -54,7 +55,7 @@ def exit_on_user_error() -> Iterator[None]:
         message = _message_for_user(error)
         if message is None:
             raise
-        usage = isinstance(error, CommandLineError)
+        usage = isinstance(error, (CommandLineError, LaunchError))
         for problem in message.splitlines() if usage else [message]:
             _say(f"error: {problem}")
         raise SystemExit(USAGE_EXIT_CODE if usage else FAILURE_EXIT_CODE) from error

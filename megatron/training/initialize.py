@@ -18,6 +18,7 @@ from megatron.core import parallel_state
 from megatron.core.config_field import require_defaults
 from megatron.core.device import (
     default_device,
+    lone_process_notice,
     prepare_device,
     use_deterministic_kernels,
 )
@@ -114,9 +115,9 @@ def start_processes(
 ) -> argparse.Namespace:
     """Parses and validates the arguments, joins the process group and seeds every generator.
 
-    Works under torchrun and in a plain process, which becomes a group of one rank. broadcast: connected here, so that
-    ranks exchange errors. Other parameters: as for initialize_megatron. Raises ValueError for invalid arguments, and
-    for arguments that differ between ranks.
+    Works under torchrun, Slurm and MPI, and in a plain process, which becomes a group of one rank. broadcast: connected
+    here, so that ranks exchange errors. Other parameters: as for initialize_megatron. Raises ValueError for invalid
+    arguments, and for arguments that differ between ranks.
     """
     notices: list[str] = []
     args = read_arguments(
@@ -140,8 +141,7 @@ def start_processes(
         broadcast=broadcast,
     )
     groups = groups_of_script(args) if skip_model_parallel_init else build_groups(args)
-    if warning := untested_torch(torch.__version__):
-        notices.append(warning)
+    notices += filter(None, (untested_torch(torch.__version__), lone_process_notice(os.environ)))
     for notice in notices:
         print_rank_0(notice)
     if not skip_random_seed:

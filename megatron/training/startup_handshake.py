@@ -20,18 +20,16 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core.device import distributed_backend
+from megatron.core.device import distributed_backend, require_launch
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.values import yaml_of_value
-from megatron.training.command_line.yaml_config import shown_flags
+from megatron.training.command_line.yaml_config import config_values, shown_flags
 from megatron.training.config import DistributedConfig
 from megatron.training.error_broadcast import ErrorBroadcast, named_ranks, record_collectives
 
 Settings = Mapping[str, str]
 
-# Environment variables that torch requires for the rendezvous, in addition to WORLD_SIZE.
-_RENDEZVOUS = ("RANK", "MASTER_ADDR", "MASTER_PORT")
 _ALL_IS_WELL = "all is well"
 # A store answers immediately, or within seconds while thousands of ranks send requests.
 _ANSWER_WITHIN = timedelta(seconds=10)
@@ -49,17 +47,19 @@ _MACHINE_SPECIFIC = frozenset(
 def join_process_group(
     config: DistributedConfig, device: torch.device, *, rank: int, settings: Settings, broadcast: ErrorBroadcast | None
 ) -> None:
-    """Initializes torch.distributed from torchrun's environment. A single process requires no address. Collective.
+    """Initializes torch.distributed from the launcher's environment. A single process requires no address. Collective.
 
     rank: used only with --fake-process-group, whose groups do not communicate, so that settings are not compared and
     the broadcast is not connected. settings: see `common_settings`. broadcast: connected if there are other ranks.
-    Raises CommandLineError on every rank if settings differ, and OSError naming the ranks that did not arrive in time.
+    Raises LaunchError if the environment is incomplete, CommandLineError on every rank if settings differ, and OSError
+    naming the ranks that did not arrive in time.
     """
     if dist.is_initialized():
         return
     if config.fake_process_group:
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=int(settings["WORLD_SIZE"]))
         return
+    require_launch()
     backend = _backend(config, device)
     record_collectives()
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
@@ -114,12 +114,7 @@ class Rendezvous:
 
     @classmethod
     def of_environment(cls) -> "Rendezvous":
-        """Reads the rendezvous from the launcher's environment. Raises ValueError if a variable is missing."""
-        missing = [name for name in _RENDEZVOUS if name not in os.environ]
-        if missing:
-            raise ValueError(
-                f"WORLD_SIZE is set in the environment, but {', '.join(missing)} is not: start with torchrun"
-            )
+        """Reads the rendezvous from the environment, after require_launch."""
         rank = int(os.environ["RANK"])
         return cls(
             host=os.environ["MASTER_ADDR"],
@@ -217,7 +212,14 @@ def common_settings(args: argparse.Namespace) -> dict[str, str]:
         value = vars(args)[flag.dest]
         given = "given" if flag.dest in _MACHINE_SPECIFIC and value is not None else json.dumps(yaml_of_value(value))
         settings[flag.flags[0]] = given
-    return settings
+    return {**settings, **_settings_of_script(args)}
+
+
+def _settings_of_script(args: argparse.Namespace) -> dict[str, str]:
+    """Returns the numbers and switches that a script's own flags have set. Texts may be paths, which may differ."""
+    known = flag_table().by_dest
+    values = {name: value for name, value in config_values(args).items() if name not in known}
+    return {name: json.dumps(value) for name, value in values.items() if isinstance(value, (bool, int, float))}
 
 
 def agree_on_settings(store: dist.Store, settings: Settings, *, rank: int, world_size: int) -> None:

@@ -16,6 +16,7 @@ from megatron.core.device.current import (
     without_memory,
 )
 from megatron.core.device.graphs import CudaGraphs, is_capturing
+from megatron.core.device.launcher import LaunchError, adopt_launcher, lone_process_notice, require_launch
 from megatron.core.device.memory import (
     OffloadedMemory,
     cuda_memory_snapshot,
@@ -61,6 +62,7 @@ __all__ = [
     "CudaRNGStatesTracker",
     "DATA_PARALLEL_RNG",
     "EXPERT_PARALLEL_RNG",
+    "LaunchError",
     "MODEL_PARALLEL_RNG",
     "OffloadedMemory",
     "RandomStream",
@@ -69,6 +71,7 @@ __all__ = [
     "SideStream",
     "TimeMark",
     "Writers",
+    "adopt_launcher",
     "cpu_alone",
     "cuda_memory_snapshot",
     "default_device",
@@ -78,11 +81,13 @@ __all__ = [
     "is_capturing",
     "keep_cpu_heap",
     "keep_for_current_stream",
+    "lone_process_notice",
     "mark_time",
     "memory_bytes",
     "peak_memory_bytes",
     "prepare_device",
     "release_cached_memory",
+    "require_launch",
     "rng_state_bytes",
     "rng_tracker",
     "seconds_between",

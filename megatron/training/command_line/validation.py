@@ -641,7 +641,7 @@ def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
 
 
 def read_launcher(args: argparse.Namespace) -> None:
-    """Sets rank and world size from torchrun's environment. Without torchrun, the process is rank 0 of 1."""
+    """Sets rank and world size from the launcher's environment. Without a launcher, the process is rank 0 of 1."""
     args.rank = _launcher_number("RANK", default=0)
     started = _launcher_number("WORLD_SIZE", default=1)
     if args.world_size not in (None, started) and not (args.dry_run or args.fake_process_group):

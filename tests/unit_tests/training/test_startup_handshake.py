@@ -1,5 +1,6 @@
 """Tests of the rendezvous: occupied ports, entries of earlier attempts, and the connection of the error broadcast."""
 
+import argparse
 import contextlib
 import socket
 import threading
@@ -13,9 +14,16 @@ import torch
 import torch.distributed as dist
 
 from megatron.training import startup_handshake
+from megatron.training.arguments import parse_args, validate_args
 from megatron.training.config import DistributedConfig
 from megatron.training.error_broadcast import ErrorBroadcast
-from megatron.training.startup_handshake import Rendezvous, join_process_group
+from megatron.training.startup_handshake import (
+    Rendezvous,
+    Settings,
+    agree_on_settings,
+    common_settings,
+    join_process_group,
+)
 
 
 def _say_nothing(connection: socket.socket) -> None:
@@ -138,3 +146,50 @@ def test_failures_are_asked_for_while_the_main_thread_waits_for_the_store(monkey
     with pytest.raises(_ConnectedError):
         join_process_group(DistributedConfig(), torch.device("cpu"), rank=0, settings={}, broadcast=broadcast)
     assert broadcast.has_answer
+
+
+def _settings(words: str) -> Settings:
+    def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--noise", type=float, default=0.5)
+        parser.add_argument("--my-folder")
+        return parser
+
+    model = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    run = "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 0.01 --mock-data --vocab-size 64"
+    argv = f"{model} {run} --tokenizer-type NullTokenizer {words}".split()
+    return common_settings(validate_args(parse_args(add_arguments, argv=argv)))
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--lr 0.5", "--lr is 0.5, not 0.01"),
+        ("--seed 5", "--seed is 5, not 1234"),
+        ("--global-batch-size 8", "--global-batch-size is 8, not 4"),
+        ("--bf16", "--bf16 is true, not false"),
+        ("--load folder", "--load is given, not null"),
+        ("--noise 0.25", "noise is 0.25, not 0.5"),
+        ("--seq-length 32", None),
+        ("--data-cache-path a --my-folder a", None),
+    ],
+)
+def test_a_late_rank_with_other_flags_is_named_on_every_rank(words: str, said: str | None) -> None:
+    """Rank 1 arrives last, with other words: all ranks end with the flag and its values, or all of them continue."""
+    store, settings = dist.HashStore(), [_settings("--data-cache-path b"), _settings(f"--data-cache-path c {words}")]
+    store.set_timeout(timedelta(seconds=20))
+    errors: dict[int, str] = {}
+
+    def arrive(rank: int) -> None:
+        try:
+            agree_on_settings(store, settings[rank // 2], rank=rank, world_size=3)
+        except ValueError as error:
+            errors[rank] = str(error)
+
+    ranks = [threading.Thread(target=arrive, args=(rank,)) for rank in (0, 1)]
+    for rank in ranks:
+        rank.start()
+    arrive(2)
+    for rank in ranks:
+        rank.join()
+    assert sorted(errors) == ([] if said is None else [0, 1, 2])
+    assert all(f"on rank 2 {said}" in text for text in errors.values()), errors
