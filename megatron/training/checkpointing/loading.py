@@ -88,8 +88,10 @@ def load_run(
     """
     open_found = partial(_open, args=args, config=config, build_parts=build_parts)
     found, verified = _find(config, open_found)
+    adopts_schedule = bool(args.use_checkpoint_opt_param_scheduler)
     if found is None and config.pretrained_checkpoint is not None:
-        config = _pretrained(config)
+        # The same command adopts the schedule once it finds its own checkpoint.
+        config, adopts_schedule = _pretrained(config), False
         found, verified = _find(config, open_found, flag="--pretrained-checkpoint")
     if found is None or verified is None:
         return 0
@@ -109,7 +111,7 @@ def load_run(
                 opt_param_scheduler,
                 common.get("scheduler"),
                 scope=scope,
-                adopts=args.use_checkpoint_opt_param_scheduler,
+                adopts=adopts_schedule,
             )
     run = RunState(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
     replicas = run.groups.dp_cp if config.ckpt_fully_parallel_load else None

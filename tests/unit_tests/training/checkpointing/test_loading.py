@@ -87,6 +87,9 @@ def test_a_schedule_is_adopted_without_the_optimizer_or_the_flag_is_refused(tmp_
         SmallRun(**adopts).load(tmp_path / "weights", no_load_optim=True)
     with pytest.raises(ValueError, match="training starts at iteration 0, where the checkpoint's schedule cannot"):
         SmallRun(**adopts).load(tmp_path / "whole", finetune=True)
+    run = SmallRun(**adopts)
+    assert run.load(tmp_path / "own", pretrained_checkpoint=str(tmp_path / "whole")) == 0
+    assert run.scheduler.num_steps == 0  # the first start of a command that adopts the schedule when it resumes
     capsys.readouterr()
     run = SmallRun()
     run.load(tmp_path / "whole", no_load_optim=True)
