@@ -323,11 +323,14 @@ class Windows:
     def write(self, settings: Mapping[str, Any]) -> Values:
         window, skip = settings["window_size"], settings["window_attn_skip_freq"]
         has_window = window is not None and window[0] >= 0
-        size: Values = {"sliding_window": window[0] + 1 if has_window else None}
+        # A family with layer_types but without a switch requires a size, even if no layer uses it.
+        unused = self.default_size if self.rule is WindowRule.ALTERNATING else None
+        size: Values = {"sliding_window": window[0] + 1 if has_window else unused}
         switch = {"use_sliding_window": has_window} if self.switch else {}
-        if not has_window or self.rule is WindowRule.EVERY:
+        if self.rule is WindowRule.EVERY or (self.switch and not has_window):
             return {**size, **switch}
-        pattern = window_pattern(skip, num_layers=settings["num_layers"])
+        layers = settings["num_layers"]
+        pattern = window_pattern(skip, num_layers=layers) if has_window else [0] * layers
         kinds = ["sliding_attention" if one else "full_attention" for one in pattern]
         return {**size, **switch, "layer_types": kinds}
 

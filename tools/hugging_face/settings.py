@@ -129,6 +129,8 @@ def with_defaults(settings: Mapping[str, Any]) -> Values:
         values["moe_ffn_hidden_size"] = values["ffn_hidden_size"]
     if not values["group_query_attention"]:
         values["num_query_groups"] = values["num_attention_heads"]
+    elif values["num_query_groups"] is None:
+        values["num_query_groups"] = 1
     if values["kv_channels"] is None and not values["multi_latent_attention"]:
         values["kv_channels"] = values["hidden_size"] // values["num_attention_heads"]
     if values["max_position_embeddings"] is None:

@@ -378,6 +378,8 @@ def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
     model = dict(values)
     if not model.get("group_query_attention"):
         model["num_query_groups"] = model.get("num_attention_heads")
+    elif model.get("num_query_groups") is None:
+        model["num_query_groups"] = 1
     if model.get("num_experts") is None:
         # A dense model has neither experts nor routers. Its arguments for them are defaults, and contradict nothing.
         model = {name: value for name, value in model.items() if not name.startswith("moe_")}

@@ -549,7 +549,9 @@ def check_upcycling_flags(args: argparse.Namespace) -> Iterator[str]:
 
 
 def derive_shapes(args: argparse.Namespace) -> Iterator[str]:
-    """Sets --kv-channels and --ffn-hidden-size if unset, because scripts read them."""
+    """Sets --kv-channels, --num-query-groups and --ffn-hidden-size if unset, because scripts read them."""
+    if args.group_query_attention and args.num_query_groups is None:
+        args.num_query_groups = 1
     if args.kv_channels is None and args.multi_latent_attention:
         args.kv_channels = args.qk_head_dim + args.qk_pos_emb_head_dim
     if args.kv_channels is None:
