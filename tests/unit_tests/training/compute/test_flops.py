@@ -26,6 +26,7 @@ EXPERTS = "--num-experts 4 --moe-ffn-hidden-size 24 --moe-router-topk 3 --disabl
         f"{LATENT} --q-lora-rank 20",
         f"{LATENT} {EXPERTS} --swiglu",
         f"{EXPERTS} --moe-layer-freq [0,1,1] --untie-embeddings-and-output-weights",
+        "--group-query-attention",
     ],
 )
 def test_operations_are_those_that_torch_counts_with_half_of_attention(flags: str) -> None:
