@@ -329,6 +329,7 @@ DEEPSEEK_V3 = Family(
         MTPLayers(),
     ),
     defaults={
+        "num_key_value_heads": 128,
         "q_lora_rank": 1536,
         "n_shared_experts": 1,
         "first_k_dense_replace": 3,

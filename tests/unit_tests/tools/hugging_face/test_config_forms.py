@@ -1,6 +1,5 @@
-"""Each form of config.json of transformers 4 and 5 means the same here as in transformers, and unread keys are named."""
+"""Each form of config.json of transformers 4 and 5 means the same here as there, and unread keys are named."""
 
-import contextlib
 import json
 import random
 from pathlib import Path
@@ -47,21 +46,21 @@ def theirs(config: Config) -> Config:
     return {**found, "architectures": config["architectures"]}
 
 
+def outcome(config: Config) -> Config | str:
+    """Returns the settings of a config.json, or the error that names what cannot be converted."""
+    try:
+        return comparable_settings(settings_of_config(config))
+    except ValueError as error:
+        return str(error)
+
+
 @pytest.mark.parametrize("name", SMALL)
 def test_an_absent_key_has_the_default_of_transformers_or_is_named(name: str) -> None:
     config = small_settings(name)
     for key in without(config, "architectures", "model_type"):
-        part = without(config, key)
-        # transformers refuses other numbers of layers or heads than those of other keys.
-        with contextlib.suppress(ValueError):
-            full = theirs(part)
-            expected = comparable_settings(settings_of_config(full))
-            try:
-                found = comparable_settings(settings_of_config(part))
-            except ValueError as error:
-                assert f"config.json has no {key}" in str(error), key
-            else:
-                assert found == expected, key
+        part = without(config, key, *(("layer_types",) if key == "num_hidden_layers" else ()))
+        found = outcome(part)
+        assert found == outcome(theirs(part)) or f"config.json has no {key}" in found, key
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -218,13 +217,13 @@ def test_rotations_of_each_kind_of_layers_are_read_if_they_are_the_same() -> Non
         (
             "qwen3-8b",
             {"rope_parameters": TWO},
-            "different values for full_attention, sliding_attention: .* only if all",
+            "values for full_attention, sliding_attention: .* only if all",
         ),
         ("qwen3-8b", {"rope_parameters": {"full_attention": None}}, "different values for full_attention"),
         (
             "qwen3-8b",
             {"rope_parameters": {**NESTED, "rope_theta": 3.0}},
-            "different values for full_attention, rope_theta",
+            "values for full_attention, rope_theta",
         ),
         ("qwen3-8b", {"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "rope_type is 'longrope'"),
         ("qwen3-8b", {"rope_scaling": {**YARN, "attention_factor": 1.5}}, "attention_factor is 1.5"),
@@ -308,7 +307,5 @@ def test_a_tied_output_layer_with_other_values_is_named(tmp_path: Path, capsys: 
     file = hub / "model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] + 1}, file)
-    assert (
-        "unused lm_head.weight; it differs from model.embed_tokens.weight, although tie_word_embeddings is true"
-        in told(capsys, hub, tmp_path / "run")
-    )
+    error = told(capsys, hub, tmp_path / "run")
+    assert "unused lm_head.weight; it differs from model.embed_tokens.weight, although tie_word_embeddings" in error

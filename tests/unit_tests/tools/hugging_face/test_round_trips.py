@@ -130,7 +130,7 @@ FAMILIES: dict[str, tuple[str, Choices]] = {
         ],
     ),
 }
-DRAWS = 4
+DRAWS = 3
 
 
 def drawn(family: str, number: int) -> list[str]:
