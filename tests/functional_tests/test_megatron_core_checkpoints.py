@@ -73,6 +73,23 @@ def test_a_common_state_inside_the_data_files_goes_on_likewise(case: str, tolera
     assert f"note: {load / old.name} also holds dataloader_state, which is not read" in run.written()
 
 
+def test_state_by_bucket_is_named_and_its_weights_are_loaded(tmp_path: Path) -> None:
+    old, load = FIXTURES / "dense" / f"iter_{STEPS:07d}", tmp_path / "new"
+    tensors = {key: value for key, value in read_tensors(old).items() if not key.startswith("optimizer.")}
+    bucket = "optimizer.distributed.dp_group_idx_0.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0"
+    tensors |= {f"{bucket}.{kind}": torch.zeros(64) for kind in ("param", "exp_avg", "exp_avg_sq")}
+    common = torch.load(old / "common.pt", weights_only=False)
+    write_entries(load / old.name, tensors, {"common_state/shard_0_1": saved([common])})
+    (load / "latest_checkpointed_iteration.txt").write_text(str(STEPS))
+    refused = _run("dense", tmp_path / "refused", load=load)
+    assert refused.exit_codes == [1], refused.written()
+    assert f"{load / old.name}: its optimizer state is stored by bucket of the distributed" in refused.written()
+    assert "--dist-ckpt-optim-fully-reshardable: add --no-load-optim, or --finetune" in refused.written()
+    losses = _losses(_run("dense", tmp_path / "weights", "--no-load-optim", load=load))
+    # The first of them only depends on the weights.
+    assert losses[STEPS + 1] == pytest.approx(_expected("dense")[STEPS + 1], abs=1e-5)
+
+
 def test_a_converted_checkpoint_goes_on_like_the_one_that_was_loaded(tmp_path: Path) -> None:
     save = tmp_path / "ours"
     _convert("dense", save)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron.core.device.torch_internals import FakeTensorMode
 from megatron.core.dist_checkpointing.errors import every_rank
@@ -223,7 +223,7 @@ def _values_in_index(folder: Path, metadata: Metadata, *, files: Manifest) -> tu
     entries = {key: entry for key, entry in metadata.state_dict_metadata.items() if is_common_state(key)}
     if not entries:
         return "", None
-    places = {index: place for index, place in vars(metadata).get("storage_data", {}).items() if index.fqn in entries}
+    places = {index: place for index, place in _storage_of(metadata, folder).items() if index.fqn in entries}
     try:
         pieces = stored_pieces(files, Metadata(entries, storage_data=places))
     except ValueError as error:
@@ -241,10 +241,23 @@ def _values_in_index(folder: Path, metadata: Metadata, *, files: Manifest) -> tu
         path = paths.get(key) if isinstance(paths, dict) else None
         if not isinstance(path, tuple) or not path or not all(map(_is_step_of_path, path)):
             raise ValueError(f"{folder / METADATA_FILE} does not locate {key} among the values of the common state")
-    nested = unflatten_state_dict(leaves, {key: paths[key] for key in leaves})
+    try:
+        nested = unflatten_state_dict(leaves, {key: paths[key] for key in leaves})
+    except (TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+        raise ValueError(f"{folder / METADATA_FILE} is corrupt: paths of the common state: {error}") from error
     if len(nested) != 1:
         raise ValueError(f"{folder} holds its common state in parts, {', '.join(sorted(nested))}: must be one")
     return place, next(iter(nested.values()))
+
+
+def _storage_of(metadata: Metadata, folder: Path) -> dict[MetadataIndex, Any]:
+    """Returns the places of all entries in the data files. Raises ValueError if the index does not contain them."""
+    stored = vars(metadata).get("storage_data")
+    if not isinstance(stored, dict) or not all(
+        isinstance(index, MetadataIndex) and isinstance(index.fqn, str) for index in stored
+    ):
+        raise ValueError(f"{folder / METADATA_FILE} does not locate its tensors")
+    return stored
 
 
 def is_common_state(key: str) -> bool:
@@ -326,12 +339,9 @@ def _tensors_alone(metadata: Metadata, *, folder: Path) -> tuple[Metadata, list[
         if name in kept:
             raise ValueError(f"{folder} holds {name} twice, with and without a wrapper's prefix")
         kept[name] = entry
-    stored = vars(metadata).get("storage_data")
-    if not isinstance(stored, dict):
-        raise ValueError(f"{folder / METADATA_FILE} does not locate its tensors")
     places = {
         replace(index, fqn=canonical_name(index.fqn)): place
-        for index, place in stored.items()
+        for index, place in _storage_of(metadata, folder).items()
         if canonical_name(index.fqn) in kept
     }
     return Metadata(kept, storage_data=places), others
