@@ -342,6 +342,7 @@ def read_metadata(folder: Path, *, stand_ins: Mapping[tuple[str, str], type] | N
         OverflowError,
         MemoryError,
         RecursionError,
+        RuntimeError,
     ) as error:
         raise ValueError(f"{folder / METADATA_FILE} is corrupt: {str(error) or type(error).__name__}") from error
 
