@@ -68,6 +68,9 @@ def build_datasets(run: TrainingRun) -> None:
     before = run.state.data_order or {}
     # Sets that this run does not read keep the order for a later run.
     run.state.data_order = {**before, **{name: sets for name, sets in found.items() if sets}}
+    if run.state.iteration and not any(one.sources or one.length for sets in before.values() for one in sets):
+        how = "follows from its arguments" if before else "is the one of a new run"
+        print_rank_0(f"  note: the checkpoint does not store the order of its data, which {how}")
     for line in _lines(run, sizes, found):
         print_rank_0(line)
 
@@ -133,9 +136,6 @@ def _lines(run: TrainingRun, sizes: SplitSizes, found: DataOrder) -> list[str]:
     """Describes how the orders of a resumed run differ from those of the checkpoint's run, and from a new run's."""
     lines = []
     kept, seeds = [], set()
-    if run.state.iteration and not any(one.sources or one.length for size in sizes.splits for one in size.stored):
-        how = "follows from its arguments" if run.state.data_order else "is the one of a new run"
-        lines.append(f"  note: the checkpoint does not store the order of its data, which {how}")
     for split, size in zip(Split, sizes.splits):
         for order in found.get(split.name, ()) if size.stored else ():
             seeds.add(order.seed)

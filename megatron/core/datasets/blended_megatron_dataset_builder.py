@@ -198,7 +198,7 @@ class BlendedMegatronDatasetBuilder:
         assert source.documents is not None
         documents = np.arange(source.documents.start, source.documents.stop, dtype=np.int32)
         config = self.config
-        if (seed, planned) != (config.random_seed, config.planned_samples):
+        if seed != config.random_seed or planned is not None:
             config = replace(config, random_seed=seed, planned_samples=planned)
         return self.cls(source.corpus, source.prefix, documents, num_samples, split, config)
 
@@ -265,8 +265,8 @@ class _OrderedSet:
         )
 
     def _num_samples(self, order: SplitOrder, size: int) -> int:
-        """Returns the number of samples from the start of the order. A cyclic order always has the same number."""
-        return max(size - order.start, order.length or 1)
+        """Returns the number of samples from the start of the order. A cyclic order repeats the planned ones."""
+        return max(order.planned if order.cyclic else size - order.start, 1)
 
     def _capacity(self, number: int, count: int) -> int:
         return len(self._build(number, count, None))

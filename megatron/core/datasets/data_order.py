@@ -259,8 +259,10 @@ def _start_again(
     seq_length: int,
     capacity: Capacity,
 ) -> SplitOrder:
+    # Samples are counted in another unit, or read in another order, so the read ones are unknown.
+    are_unknown = split.cyclic or order.seq_length not in (None, seq_length)
     # With several validation sets, each of them has read its own samples.
-    carried = [] if split.cyclic else [source for one in stored for source in one.sources_after(split.consumed)]
+    carried = [] if are_unknown else [source for one in stored for source in one.sources_after(split.consumed)]
     matched = match_sources(sources, carried)
     begun = [
         one if number is None else replace(one, planned=carried[number].planned, first=carried[number].first)
@@ -339,9 +341,8 @@ def continued_blend_indices(weights: Sequence[float], size: int, *, planned: int
     dataset_index = choices.take(planned)
     used = np.flatnonzero(np.bincount(dataset_index, minlength=len(weights)))
     if 0 < len(used) < len(weights):
-        dataset_index = used[_GreedyChoices([weights[number] for number in used.tolist()]).take(planned)].astype(
-            np.int16
-        )
+        among_used = _GreedyChoices([weights[number] for number in used.tolist()])
+        dataset_index = used[among_used.take(planned)].astype(np.int16)
         choices.count(dataset_index)
     dataset_index = np.concatenate([dataset_index, choices.take(max(size - planned, 0))])[:size]
     return dataset_index, _number_within_each(dataset_index, num_datasets=len(weights))

@@ -125,7 +125,7 @@ def load_run(
     if scope.position:
         train_state.load_state_dict(common["train_state"])
         if common["train_state"].get("data_order") is None:
-            train_state.data_order = order_of_arguments(common["args"]) if train_state.iteration else None
+            train_state.data_order = order_of_arguments(args, common["args"]) if train_state.iteration else None
         if optimizer is not None:
             _set_tracker_back(config, found.iteration)
     with all_ranks_agree():

@@ -115,6 +115,7 @@ _ORDER = (
     "global_batch_size",
     "rampup_batch_size",
 )
+_DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 # Optimizers whose states are interchangeable, because they differ only in where the state is stored.
 _SAME_STATES = {"adam", "distributed_fused_adam"}
 
@@ -345,13 +346,13 @@ def changed_optimizer_settings(args: argparse.Namespace, stored: Mapping[str, An
     return list(_differences(args_to_json(args), stored, names=NOTED_ON_RESUME).values())
 
 
-def order_of_arguments(stored: Mapping[str, Any]) -> DataOrder | None:
-    """Returns the order in which the run with these arguments read its data, for a checkpoint that does not store it.
+def order_of_arguments(here: argparse.Namespace, stored: Mapping[str, Any]) -> DataOrder | None:
+    """Returns the order in which the run with the stored arguments read its data, if its checkpoint has no order.
 
-    The data sets are unknown, so they are assumed to be those of the resumed run. Returns None if the arguments do not
-    determine the order. Checkpoints of Megatron have the same arguments and the same order.
+    Returns None if the arguments do not determine the order, or name other data than the arguments `here`. Checkpoints
+    of Megatron have the same arguments and the same order.
     """
-    if not stored.keys() >= set(_ORDER) or stored["seed"] is None:
+    if not stored.keys() >= set(_ORDER) or stored["seed"] is None or _data_of(vars(here)) != _data_of(stored):
         return None
     args = argparse.Namespace(**{"step_batch_size_schedule": None, "eval_global_batch_size": None, **stored})
     try:
@@ -371,6 +372,12 @@ def order_of_arguments(stored: Mapping[str, Any]) -> DataOrder | None:
         for split, planned in zip(Split, numbers)
         if planned
     }
+
+
+def _data_of(values: Mapping[str, Any]) -> list[Any]:
+    """Returns the arguments that select data, without the folders of files, which may have moved."""
+    paths = [[Path(word).name for word in values.get(name) or ()] for name in _DATA_PATHS]
+    return [*paths, values.get("split"), bool(values.get("mock_data"))]
 
 
 def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
