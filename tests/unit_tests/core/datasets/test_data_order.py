@@ -1,0 +1,450 @@
+"""A resumed run continues the order of the checkpoint's run, compared with an order written in plain Python.
+
+Corpora have unique tokens, so a sample is identified by its first token.
+"""
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.core.datasets.blended_dataset import BlendedDataset
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.data_iterators import BatchPlan, DataIterator, build_data_iterators
+from megatron.core.datasets.data_order import (
+    SplitOrder,
+    SplitSize,
+    SplitSizes,
+    continued_blend_indices,
+    data_order_from_json,
+    data_order_to_json,
+)
+from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
+from megatron.core.datasets.gpt_indices import build_gpt_indices, check_gpt_indices
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from tests.unit_tests.core.datasets.corpora import VOCABULARY, dataset_config
+
+S = 8
+# Documents of each corpus. Token t of a corpus appears once in it.
+CORPORA = {"a": [13, 9, 30, 1, 22], "b": [40, 7, 18, 25], "c": [11, 11, 11, 50, 5, 3], "d": [60, 60]}
+SEED = 5
+
+
+def write(folder: Path, names: Sequence[str] = tuple(CORPORA)) -> None:
+    for number, name in enumerate(CORPORA):
+        if name in names:
+            tokens = np.arange(sum(CORPORA[name]), dtype=np.uint16) + 200 * number
+            with IndexedDatasetBuilder(f"{folder / name}.bin", dtype=np.uint16) as builder:
+                builder.add_concatenated(tokens, CORPORA[name])
+                builder.finalize(f"{folder / name}.idx")
+
+
+# The reference. Nothing below calls the code under test, except NumPy's generator, which both must use.
+
+
+def plain_source(name: str, planned: int, count: int, seed: int = SEED, seq_length: int = S) -> list[int]:
+    """Returns the first tokens of the first `count` samples of a corpus whose order was planned for `planned`."""
+    documents, starts = CORPORA[name], np.cumsum([0, *CORPORA[name]]).tolist()
+    per_epoch, first = sum(documents), 200 * list(CORPORA).index(name)
+    epochs = 1
+    while epochs * per_epoch < planned * seq_length + 1:
+        epochs += 1
+    ends = [(epoch * per_epoch - 1) // seq_length for epoch in range(1, 200)]
+    before_last = ends[epochs - 2] if epochs > 1 else 0
+    apart = epochs > 1 and planned - before_last < int(0.8 * ends[0])
+    generator = np.random.RandomState(seed)
+    groups = [(epochs - 1, generator), (1, generator)] if apart else [(epochs, generator)]
+    borders = [before_last, ends[epochs - 1]] if apart else [ends[epochs - 1]]
+    while borders[-1] < count:
+        groups.append((1, np.random.RandomState([seed, epochs])))
+        borders.append(ends[epochs])
+        epochs += 1
+    stream: list[int] = []
+    for repeats, one in groups[: len(groups)]:
+        part = np.array(list(range(len(documents))) * repeats, dtype=np.int32)
+        one.shuffle(part)
+        for document in part:
+            stream += range(first + starts[document], first + starts[document + 1])
+    order: list[int] = []
+    for begin, end, (_, one) in zip([0, *borders], borders, groups):
+        part = np.arange(begin, end)
+        one.shuffle(part)
+        order += part.tolist()
+    return [stream[sample * seq_length] for sample in order[:count]]
+
+
+def plain_capacity(name: str, planned: int) -> int:
+    """Returns the number of samples of whole epochs that contain the planned samples."""
+    tokens = sum(CORPORA[name])
+    return (-(-(planned * S + 1) // tokens) * tokens - 1) // S
+
+
+def plain_greedy(
+    weights: Sequence[float], size: int, given_counts: list[int] | None = None, done: int = 0
+) -> list[int]:
+    shares, counts, chosen = np.array(weights) / np.sum(weights), given_counts or [0] * len(weights), []
+    for i in range(done, done + size):
+        behind = [share * max(i, 1) - count for share, count in zip(shares, counts)]
+        best = behind.index(max(behind))
+        counts[best] += 1
+        chosen.append(best)
+    return chosen
+
+
+def plain_blend(weights: Sequence[float], planned: int, size: int) -> list[int]:
+    """Returns the source of each sample. Sources without a planned sample leave theirs to the others."""
+    chosen = plain_greedy(weights, planned)
+    used = [n for n in range(len(weights)) if n in chosen]
+    chosen = [used[n] for n in plain_greedy([weights[n] for n in used], planned)]
+    counts = [chosen.count(n) for n in range(len(weights))]
+    return (chosen + plain_greedy(weights, max(size - planned, 0), counts, planned))[:size]
+
+
+@dataclass
+class PlainRun:
+    """A run of several processes in plain Python: the first token of each sample it reads."""
+
+    blend: dict[str, float]
+    planned: int
+    seed: int = SEED
+    start: int = 0
+    offsets: dict[str, int] = field(default_factory=dict)
+    planned_of: dict[str, int] = field(default_factory=dict)
+
+    def read(self, begin: int, end: int) -> list[int]:
+        names, weights = list(self.blend), list(self.blend.values())
+        chosen = plain_blend(weights, self.planned, end - self.start) if len(names) > 1 else [0] * (end - self.start)
+        within = [0] * len(names)
+        plans = dict.fromkeys(names, self.planned)
+        if len(names) > 1:
+            # The order of a set is planned with the samples of sets that are not read only if it cannot do without.
+            counts = [plain_greedy(weights, self.planned).count(number) for number in range(len(names))]
+            finals = [plain_blend(weights, self.planned, self.planned).count(number) for number in range(len(names))]
+            plans = {
+                name: final if final > plain_capacity(name, count) else count
+                for name, count, final in zip(names, counts, finals)
+            }
+        found = []
+        for number in chosen:
+            name = names[number]
+            place = self.offsets.get(name, 0) + within[number]
+            planned = self.planned_of.get(name, plans[name])
+            found.append(plain_source(name, planned, place + 1, self.seed)[place])
+            within[number] += 1
+        return found[begin - self.start :]
+
+
+# The code under test, as a run uses it.
+
+
+@dataclass
+class Run:
+    """The processes of a run, each of which continues the order that the previous one stored."""
+
+    folder: Path
+    stored: object = None
+    consumed: int = 0
+    read: list[list[int]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def process(
+        self,
+        blend: dict[str, float] | None,
+        length: int,
+        stop: int,
+        *,
+        micro: int = 1,
+        ranks: int = 1,
+        seed: int = SEED,
+        cyclic: bool = False,
+        unweighted: bool = False,
+        seq_length: int = S,
+        split: str = "1,0,0",
+    ) -> "Run":
+        """Reads up to sample `stop` of a run planned for `length` samples, on several ranks."""
+        stored = data_order_from_json(json.loads(json.dumps(self.stored))) or {}
+        prefixes = None if blend is None else [str(self.folder / name) for name in blend]
+        weights = None if blend is None or unweighted or len(blend) == 1 else list(blend.values())
+        data = {"blend": None if prefixes is None else (prefixes, weights), "split": split}
+        config = dataset_config(None, **data, random_seed=seed, sequence_length=seq_length)
+        sizes = SplitSizes(
+            [
+                SplitSize(
+                    size=length, planned=length, consumed=self.consumed, stored=stored.get("train", ()), cyclic=cyclic
+                ),
+                SplitSize(size=0, planned=0),
+                SplitSize(size=0, planned=0),
+            ]
+        )
+        cls = MockGPTDataset if blend is None else GPTDataset
+        train = BlendedMegatronDatasetBuilder(cls, sizes, lambda: True, config).build()[0]
+        assert isinstance(train, (GPTDataset, BlendedDataset)) and train.order is not None
+        self.notes = list(train.order.notes)
+        self.stored = data_order_to_json({"train": (train.order,)})
+        order = data_order_from_json(json.loads(json.dumps(self.stored)))
+        assert order is not None
+        iterators = []
+        for rank in range(ranks):
+            plan = BatchPlan(
+                micro_batch_size=micro,
+                dp_rank=rank,
+                dp_size=ranks,
+                consumed_train_samples=self.consumed,
+                seed=seed,
+                data_order=order,
+                dataloader_type="cyclic" if cyclic else "single",
+            )
+            iterators.append(build_data_iterators((train, None, None), plan)[0])
+        while self.consumed < stop:
+            for iterator in iterators:
+                assert isinstance(iterator, DataIterator)
+                tokens = next(iterator)["tokens"]
+                self.read += tokens[:, :1].tolist() if blend else tokens[:, :3].tolist()
+                self.consumed += len(tokens)
+        return self
+
+    @property
+    def firsts(self) -> list[int]:
+        return [row[0] for row in self.read]
+
+
+LEGS = st.lists(
+    st.tuples(
+        st.integers(1, 90),  # samples for which the process is planned, beyond its position
+        st.integers(1, 30),  # rounds that it reads
+        st.sampled_from([1, 2, 3]),  # micro-batch size
+        st.sampled_from([1, 2, 4]),  # data-parallel ranks
+        st.integers(0, 9),  # --seed
+    ),
+    min_size=1,
+    max_size=4,
+)
+BLENDS = st.dictionaries(st.sampled_from("abcd"), st.sampled_from([0.01, 0.2, 0.5, 1.0, 3.0]), min_size=1, max_size=4)
+
+
+@settings(max_examples=60)
+@given(legs=LEGS, blend=BLENDS)
+def test_a_run_in_any_parts_reads_the_order_that_its_first_part_fixed(tmp_path_factory, legs, blend) -> None:
+    folder = tmp_path_factory.mktemp("order")
+    write(folder, list(blend))
+    run = Run(folder)
+    for beyond, rounds, micro, ranks, seed in legs:
+        stop = run.consumed + rounds * micro * ranks
+        # A process may also be planned for less than was read before.
+        length = stop if run.consumed and beyond % 2 else max(stop, beyond)
+        run.process(blend, length, stop, micro=micro, ranks=ranks, seed=seed)
+        assert run.notes == []
+    beyond, rounds, micro, ranks, seed = legs[0]
+    plain = PlainRun(blend, planned=max(rounds * micro * ranks, beyond), seed=seed)
+    assert run.firsts == plain.read(0, run.consumed)
+    # Independent of the order: within an epoch that is shuffled separately, no sample is read twice.
+    for name in blend:
+        index = list(CORPORA).index(name)
+        own = [token for token in run.firsts if token // 200 == index]
+        per_epoch = (sum(CORPORA[name]) - 1) // S
+        if len(own) > per_epoch and plain_blend([*blend.values()], plain.planned, plain.planned).count(
+            list(blend).index(name)
+        ) in range(1, per_epoch + 1):
+            assert len(set(own[:per_epoch])) == per_epoch
+
+
+@pytest.mark.parametrize("planned, size", [(7, 90), (40, 41), (30, 300), (1, 16)])
+def test_appended_epochs_have_every_token_once(planned: int, size: int) -> None:
+    lengths, documents = np.array(CORPORA["c"], dtype=np.int32), np.arange(6, dtype=np.int32)
+    arguments = {"seq_length": S, "seed": 3, "planned_samples": planned}
+    long = build_gpt_indices(lengths, documents, num_samples=size, **arguments)
+    base = build_gpt_indices(lengths, documents, num_samples=planned, seq_length=S, seed=3)
+    for name in ("document", "sample", "shuffle"):
+        assert np.array_equal(vars(long)[name][: len(vars(base)[name])], vars(base)[name])
+    epochs, rest = divmod(len(long.document), 6)
+    assert rest == 0 and len(long.shuffle) >= size
+    for epoch in range(len(base.document) // 6, epochs):
+        assert sorted(long.document[6 * epoch : 6 * epoch + 6]) == list(range(6))
+        begin, end = ((e * int(lengths.sum()) - 1) // S for e in (epoch, epoch + 1))
+        assert sorted(long.shuffle[begin:end]) == list(range(begin, end))
+    check_gpt_indices(long, lengths, documents=documents, seq_length=S, num_samples=size, planned_samples=planned)
+
+
+# Ten inputs whose sample sequences are computed by the plain reference above.
+
+_AB = {"a": 0.3, "b": 0.7}
+CASES: dict[str, tuple[PlainRun, list[tuple[int, int, dict]]]] = {
+    # (reference, [(length, stop, options of the process), ...])
+    "longer within the first epoch": (PlainRun({"b": 1}, 4), [(4, 4, {}), (11, 11, {})]),
+    "longer by several epochs": (PlainRun({"a": 1}, 5), [(5, 3, {}), (50, 40, {})]),
+    "shorter, then longer": (PlainRun({"a": 1}, 30), [(30, 6, {}), (12, 12, {}), (60, 60, {})]),
+    "epochs that are mixed": (PlainRun({"c": 1}, 22), [(22, 2, {}), (70, 70, {})]),
+    "a separate last epoch": (PlainRun({"c": 1}, 13), [(13, 12, {}), (44, 44, {})]),
+    "other seeds": (PlainRun(_AB, 20), [(20, 10, {}), (80, 30, {"seed": 9}), (80, 80, {"seed": 77})]),
+    "a set without planned samples": (PlainRun({"a": 1, "d": 0.01}, 12), [(12, 6, {}), (220, 220, {})]),
+    "weights from numbers of tokens": (
+        PlainRun({"a": 75, "b": 90, "c": 91}, 25),
+        [(25, 20, {"unweighted": True}), (90, 90, {"unweighted": True})],
+    ),
+    "more ranks and larger batches": (
+        PlainRun(_AB, 16),
+        [(16, 12, {"ranks": 3, "micro": 2}), (76, 76, {"ranks": 4, "micro": 4})],
+    ),
+    "one sample at a time": (PlainRun({"d": 1}, 1), [(n, n, {}) for n in range(1, 34)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_consumed_samples_stay_the_prefix(tmp_path: Path, case: str) -> None:
+    reference, processes = CASES[case]
+    write(tmp_path)
+    run = Run(tmp_path)
+    for length, stop, options in processes:
+        run.process(reference.blend, length, stop, **options)
+        assert run.notes == []
+    assert run.firsts == reference.read(0, processes[-1][1])
+
+
+def test_synthetic_data_continue_too(tmp_path: Path) -> None:
+    whole = Run(tmp_path).process(None, 60, 60)
+    parts = Run(tmp_path).process(None, 60, 25).process(None, 400_000 // S, 40, seed=8).process(None, 41, 60)
+    assert parts.read == whole.read
+
+
+def test_scaled_and_permuted_blends_are_the_same_data(tmp_path: Path) -> None:
+    write(tmp_path)
+    run = Run(tmp_path).process({"a": 0.3, "b": 0.7}, 20, 11).process({"b": 7, "a": 3}, 70, 70)
+    assert run.notes == [] and run.firsts == PlainRun(_AB, 20).read(0, 70)
+
+
+def test_moved_and_recoded_files_are_the_same_data(tmp_path: Path) -> None:
+    (tmp_path / "moved").mkdir()
+    write(tmp_path)
+    run = Run(tmp_path).process({"a": 1}, 20, 11)
+    with IndexedDatasetBuilder(str(tmp_path / "moved" / "a.bin"), dtype=np.int32) as builder:
+        builder.add_concatenated(np.arange(75, dtype=np.int32), CORPORA["a"])
+        builder.finalize(str(tmp_path / "moved" / "a.idx"))
+    run.folder = tmp_path / "moved"
+    run.process({"a": 1}, 70, 70)
+    assert run.notes == [] and run.firsts == PlainRun({"a": 1}, 20).read(0, 70)
+
+
+def test_new_weights_continue_each_set_after_its_read_samples(tmp_path: Path) -> None:
+    write(tmp_path)
+    run = Run(tmp_path).process(_AB, 20, 10)
+    counts = {name: plain_blend([0.3, 0.7], 20, 10).count(n) for n, name in enumerate("ab")}
+    plans = {name: plain_blend([0.3, 0.7], 20, 20).count(n) for n, name in enumerate("ab")}
+    run.process({"a": 0.5, "b": 0.2, "c": 0.3}, 50, 40)
+    assert run.notes == [
+        "the share of a is 0.5 here, 0.3 in the checkpoint",
+        "the share of b is 0.2 here, 0.7 in the checkpoint",
+        "the documents of c are new",
+    ]
+    later = PlainRun({"a": 0.5, "b": 0.2, "c": 0.3}, 40, start=10, offsets=counts, planned_of=plans)
+    assert run.firsts == PlainRun(_AB, 20).read(0, 10) + later.read(10, 40)
+    # Back to one of them: it continues after all its samples, also in a third process.
+    read = sum(token < 200 for token in run.firsts)
+    run.process({"a": 1}, 60, 50)
+    run.process({"a": 1}, 90, 60)
+    alone = PlainRun({"a": 1}, 20, start=40, offsets={"a": read}, planned_of=plans)
+    assert run.firsts[40:] == alone.read(40, 60)
+    # And a set that was away continues as well.
+    away = sum(400 <= token < 600 for token in run.firsts)
+    run.process({"c": 1}, 70, 64)
+    count = plain_blend([0.5, 0.2, 0.3], 40, 40).count(2)
+    assert run.firsts[60:] == plain_source("c", count, away + 4)[away:]
+
+
+@pytest.mark.parametrize(
+    "change, note",
+    [
+        ({"seq_length": 4}, "--seq-length is 4 here, 8 in the checkpoint"),
+        ({"split": "1,1,0"}, "the documents of a are missing or changed"),
+        ({"cyclic": True}, "--dataloader-type is cyclic here, single in the checkpoint"),
+    ],
+)
+def test_other_documents_start_a_new_order_with_a_note(tmp_path: Path, change: dict, note: str) -> None:
+    write(tmp_path)
+    run = Run(tmp_path).process({"a": 1}, 20, 5).process({"a": 1}, 20, 7, **change)
+    assert run.notes[0] == note
+    fresh = Run(tmp_path).process({"a": 1}, 15, 2, **change)
+    assert run.read[5:] == fresh.read
+    # The new order is stored, and continues without a note.
+    run.process({"a": 1}, 60, 15, **change)
+    fresh.process({"a": 1}, 55, 10, **change)
+    assert run.notes == [] and run.read[5:] == fresh.read
+
+
+def test_rewritten_files_of_the_same_shape_are_other_data(tmp_path: Path) -> None:
+    write(tmp_path)
+    run = Run(tmp_path).process({"a": 1}, 20, 5)
+    with IndexedDatasetBuilder(str(tmp_path / "a.bin"), dtype=np.uint16) as builder:
+        builder.add_concatenated(np.arange(75, dtype=np.uint16) + 1, CORPORA["a"])
+        builder.finalize(str(tmp_path / "a.idx"))
+    run.process({"a": 1}, 20, 7)
+    assert run.notes == ["the documents of a are missing or changed", "the documents of a are new"]
+    assert run.firsts[5:] == [token + 1 for token in plain_source("a", 15, 2)]
+
+
+def test_a_cyclic_order_repeats_the_samples_that_it_was_planned_for(tmp_path: Path) -> None:
+    write(tmp_path)
+    run = Run(tmp_path).process({"b": 1}, 6, 5, cyclic=True).process({"b": 1}, 300, 33, cyclic=True, seed=8)
+    one_epoch = plain_source("b", 6, 11)
+    for epoch in range(3):
+        order = np.random.RandomState([SEED, epoch]).permutation(11)
+        assert run.firsts[11 * epoch : 11 * epoch + 11] == [one_epoch[place] for place in order]
+
+
+@given(
+    weights=st.lists(st.sampled_from([0.001, 0.02, 0.3, 1.0, 2.5]), min_size=1, max_size=5),
+    planned=st.integers(1, 60),
+    size=st.integers(1, 120),
+)
+def test_every_length_of_a_blend_has_the_same_first_samples(weights, planned, size) -> None:
+    chosen, within = continued_blend_indices(weights, size, planned=planned)
+    expected = plain_blend(weights, planned, size)
+    assert chosen.tolist() == expected
+    assert within.tolist() == [expected[:i].count(number) for i, number in enumerate(expected)]
+
+
+def test_a_new_run_reads_what_runs_without_stored_orders_read(tmp_path: Path) -> None:
+    write(tmp_path)
+    for blend, length in (({"a": 1}, 30), (_AB, 45), ({"a": 1, "d": 0.01}, 12)):
+        prefixes = [str(tmp_path / name) for name in blend]
+        weights = list(blend.values()) if len(blend) > 1 else None
+        config = dataset_config(None, blend=(prefixes, weights), split="1,0,0", random_seed=SEED)
+        train = BlendedMegatronDatasetBuilder(GPTDataset, [length, 0, 0], lambda: True, config).build()[0]
+        assert [int(train[i]["tokens"][0]) for i in range(length)] == PlainRun(blend, length).read(0, length)
+
+
+def test_a_long_run_has_cached_indices_of_its_own(tmp_path: Path) -> None:
+    write(tmp_path)
+    run = Run(tmp_path).process({"a": 1}, 20, 5)
+    cache = tmp_path / "cache" / "GPTDataset_indices"
+    first = {path.name: path.read_bytes() for path in cache.iterdir()}
+    # Within the planned epochs, the indices of the first process are read.
+    run.process({"a": 1}, 10, 6)
+    assert {path.name for path in cache.iterdir()} == first.keys()
+    run.process({"a": 1}, 90, 7)
+    assert len(list(cache.iterdir())) == 2 * len(first)
+    assert all((cache / name).read_bytes() == content for name, content in first.items())
+    fresh = Run(tmp_path).process({"a": 1}, 90, 7)
+    assert fresh.firsts == plain_source("a", 90, 7) != run.firsts
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"seed": -1}, r"data_order.seed is -1: must be an integer, at least 0"),
+        ({"planned": "9"}, "data_order.planned is '9'"),
+        ({"cyclic": 1}, "data_order.cyclic is 1: must be true or false"),
+        ({"sources": [{"name": "a", "facts": {}}]}, "data_order.weight is None"),
+        ({"sources": {}}, "data_order.sources is {}: must be a list of data sets"),
+        ({"length": 0}, "data_order.length is 0: must be an integer, at least 1"),
+    ],
+)
+def test_damaged_orders_of_checkpoints_are_refused(change: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        data_order_from_json({"train": [{**SplitOrder(1, 2, VOCABULARY.eod).to_json(), **change}]})
+    with pytest.raises(ValueError, match="must contain lists of orders"):
+        data_order_from_json({"train": SplitOrder(1, 2).to_json()})
