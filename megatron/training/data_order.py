@@ -140,7 +140,7 @@ def _lines(run: TrainingRun, sizes: SplitSizes, found: DataOrder) -> list[str]:
         for order in found.get(split.name, ()) if size.stored else ():
             seeds.add(order.seed)
             if order.notes:
-                lines.append(_changed(split, order))
+                lines.append(_changed(split, order, starts_again=order.start == size.consumed > 0))
             elif order.length is None and order.start + order.planned != size.size:
                 kept.append(f"{split.name} {order.start + order.planned} samples (now {size.size})")
     if kept:
@@ -152,8 +152,8 @@ def _lines(run: TrainingRun, sizes: SplitSizes, found: DataOrder) -> list[str]:
     return list(dict.fromkeys(lines))
 
 
-def _changed(split: Split, order: SplitOrder) -> str:
-    if order.sources is None:
+def _changed(split: Split, order: SplitOrder, *, starts_again: bool) -> str:
+    if order.sources is None or not starts_again:
         return f"  WARNING: the order of the {split.name} data differs from the checkpoint's: {'; '.join(order.notes)}"
     carried = [one.name for one in order.sources if one.first]
     how = f"; {', '.join(carried)} continue after the samples that were read" if carried else ""

@@ -219,13 +219,14 @@ class _OrderedSet:
         self._seed = request.stored[0].seed if request.stored else builder.config.random_seed
         self._parts = [source.as_part(weight) for source, weight in zip(sources, weights)]
         self._built: dict[tuple[int, int, int | None], GPTDataset] = {}
+        self._has_appended = False
 
     def build_alone(self, size: int, set_number: int = 0, num_sets: int = 1) -> GPTDataset:
         """Builds the dataset of the only source. set_number, num_sets: its place among several validation sets."""
         order = self._order(size, set_number=set_number, num_sets=num_sets)
         [part] = order.sources or ()
         dataset = self._dataset(0, part, required=part.first + self._num_samples(order, size))
-        dataset.order = _with_length(order, dataset)
+        dataset.order = self._order_of(dataset, order)
         return dataset
 
     def build_blend(self, size: int) -> BlendedDataset:
@@ -243,7 +244,7 @@ class _OrderedSet:
         weights = [order.sources[n].weight for n in used]
         compact = np.searchsorted(used, part_index).astype(np.int16), sample_index
         blended = BlendedDataset(datasets, weights, num_samples, self._builder.config, order=compact)
-        blended.order = _with_length(order, blended)
+        blended.order = self._order_of(blended, order)
         return blended
 
     def _order(self, size: int, *, set_number: int, num_sets: int) -> SplitOrder:
@@ -268,6 +269,14 @@ class _OrderedSet:
         """Returns the number of samples from the start of the order. A cyclic order repeats the planned ones."""
         return max(order.planned if order.cyclic else size - order.start, 1)
 
+    def _order_of(self, dataset: GPTDataset | BlendedDataset, order: SplitOrder) -> SplitOrder:
+        """Completes the order that is stored. Only a GPTDataset appends epochs to the order that it was planned for."""
+        notes = order.notes
+        if self._has_appended and not issubclass(self._builder.cls, GPTDataset):
+            notes = *notes, f"{self._builder.cls.__name__} may read more samples than planned in a different order"
+        length = order.length or (len(dataset) if order.cyclic else None)
+        return replace(order, length=length, notes=notes, choices=None)
+
     def _capacity(self, number: int, count: int) -> int:
         return len(self._build(number, count, None))
 
@@ -275,6 +284,7 @@ class _OrderedSet:
         # Without appended epochs, the dataset and its cached indices are those of the run that planned the order.
         if required <= part.planned:
             return self._build(number, part.planned, None)
+        self._has_appended = True
         return self._build(number, required, part.planned)
 
     def _build(self, number: int, num_samples: int, planned: int | None) -> GPTDataset:
@@ -284,10 +294,6 @@ class _OrderedSet:
                 self._split, self._sources[number], num_samples=num_samples, seed=self._seed, planned=planned
             )
         return self._built[key]
-
-
-def _with_length(order: SplitOrder, dataset: GPTDataset | BlendedDataset) -> SplitOrder:
-    return replace(order, length=order.length or len(dataset)) if order.cyclic else order
 
 
 def _parts(whole: GPTDataset | BlendedDataset | list[GPTDataset] | None) -> Sequence[Any]:

@@ -12,7 +12,7 @@ lengths, a new order starts at its data position. Sets that both have continue a
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -48,7 +48,7 @@ class SplitOrder:
     start: number of samples of the run before this order. retired: earlier data sets that are not read any more.
     length: size of a dataset that a script built without BlendedMegatronDatasetBuilder, or that is read in cyclic
     order. cyclic: whether it is read in --dataloader-type cyclic. notes: differences from the checkpoint, for the log;
-    not stored.
+    not stored. choices: the result of planned_choices for the sources, while the datasets are built.
     """
 
     seed: int
@@ -60,6 +60,7 @@ class SplitOrder:
     length: int | None = None
     cyclic: bool = False
     notes: tuple[str, ...] = ()
+    choices: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def origin(self) -> int:
@@ -71,7 +72,8 @@ class SplitOrder:
     def indices(self, size: int) -> BlendOrder:
         """Returns the number of the data set of each of `size` samples from `start`, and the index in that set."""
         assert self.sources is not None, "the data sets are known once the datasets are built"
-        numbers, within = continued_blend_indices([one.weight for one in self.sources], size, planned=self.planned)
+        weights = [one.weight for one in self.sources]
+        numbers, within = continued_blend_indices(weights, size, planned=self.planned, choices=self.choices)
         return numbers, within + np.array([one.first for one in self.sources], dtype=np.int64)[numbers]
 
     def sources_after(self, consumed: int) -> tuple[SourceOrder, ...]:
@@ -86,7 +88,7 @@ class SplitOrder:
         """Returns the order as JSON values."""
         sources = None if self.sources is None else [vars(one) | {"facts": dict(one.facts)} for one in self.sources]
         retired = [vars(one) | {"facts": dict(one.facts)} for one in self.retired]
-        stored = {name: value for name, value in vars(self).items() if name != "notes"}
+        stored = {name: value for name, value in vars(self).items() if name not in ("notes", "choices")}
         return {**stored, "sources": sources, "retired": retired}
 
     @classmethod
@@ -204,21 +206,16 @@ def begin_order(
 def _with_planned_sources(order: SplitOrder, capacity: Capacity, *, known: Sequence[int]) -> SplitOrder:
     """Plans the samples of each data set, except for the numbers in `known`, whose order is fixed."""
     assert order.sources is not None
-    if len(order.sources) == 1:
-        counts = finals = [order.planned]
-    else:
-        counts = np.bincount(
-            blend_indices([one.weight for one in order.sources], order.planned)[0], minlength=len(order.sources)
-        ).tolist()
-        finals = np.bincount(order.indices(order.planned)[0], minlength=len(order.sources)).tolist()
+    choices, counts = planned_choices([one.weight for one in order.sources], order.planned)
+    finals = np.bincount(choices, minlength=len(order.sources)).tolist()
     planned = []
-    for number, (one, count, final) in enumerate(zip(order.sources, counts, finals)):
+    for number, (one, count, final) in enumerate(zip(order.sources, counts.tolist(), finals)):
         if number in known or not final:
             planned.append(one)
             continue
         # The samples of data sets that are not read are shared by the others, which may require one more sample.
         planned.append(replace(one, planned=final if final > capacity(number, count) else count))
-    return replace(order, sources=tuple(planned))
+    return replace(order, sources=tuple(planned), choices=choices)
 
 
 def continue_order(
@@ -331,21 +328,35 @@ def blend_indices(weights: Sequence[float], size: int) -> BlendOrder:
     return dataset_index, _number_within_each(dataset_index, num_datasets=len(weights))
 
 
-def continued_blend_indices(weights: Sequence[float], size: int, *, planned: int) -> BlendOrder:
+def continued_blend_indices(
+    weights: Sequence[float], size: int, *, planned: int, choices: np.ndarray | None = None
+) -> BlendOrder:
     """Returns the order of blend_indices for a run that was planned for `planned` samples and now reads `size`.
 
-    If a dataset has no sample among the planned ones, these are shared by the other datasets, as their files are not
-    read. It takes part in the samples after them. Every `size` therefore has the same first samples.
+    Every `size` has the same first samples. choices: the dataset numbers of planned_choices, if already computed.
     """
-    choices = _GreedyChoices(weights)
-    dataset_index = choices.take(planned)
-    used = np.flatnonzero(np.bincount(dataset_index, minlength=len(weights)))
+    if choices is None:
+        choices = planned_choices(weights, planned)[0]
+    if size > planned:
+        continued = _GreedyChoices(weights)
+        continued.count(choices)
+        choices = np.concatenate([choices, continued.take(size - planned)])
+    return choices[:size], _number_within_each(choices[:size], num_datasets=len(weights))
+
+
+def planned_choices(weights: Sequence[float], planned: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the dataset number of each planned sample: [planned], int16.
+
+    If a dataset has no sample among the planned ones, its share is distributed to the others, because its files are not
+    read. It takes part in the samples after them. Also returns the counts before that: [datasets], int64.
+    """
+    dataset_index = _GreedyChoices(weights).take(planned)
+    counts = np.bincount(dataset_index, minlength=len(weights))
+    used = np.flatnonzero(counts)
     if 0 < len(used) < len(weights):
         among_used = _GreedyChoices([weights[number] for number in used.tolist()])
         dataset_index = used[among_used.take(planned)].astype(np.int16)
-        choices.count(dataset_index)
-    dataset_index = np.concatenate([dataset_index, choices.take(max(size - planned, 0))])[:size]
-    return dataset_index, _number_within_each(dataset_index, num_datasets=len(weights))
+    return dataset_index, counts
 
 
 class _GreedyChoices:
@@ -360,6 +371,10 @@ class _GreedyChoices:
 
     def take(self, size: int) -> np.ndarray:
         """Returns the dataset numbers of the next `size` samples: [size], int16."""
+        if len(self._shares) == 1:
+            self._given += size
+            self._taken += size
+            return np.zeros(size, dtype=np.int16)
         given, behind = self._given, np.empty(len(self._shares))
         dataset_index = np.empty(size, dtype=np.int16)
         for first in range(0, size, _STEPS_AT_ONCE):

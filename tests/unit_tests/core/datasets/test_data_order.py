@@ -23,6 +23,7 @@ from megatron.core.datasets.data_order import (
 from megatron.core.datasets.gpt_dataset import GPTDataset, MockGPTDataset
 from megatron.core.datasets.gpt_indices import build_gpt_indices, check_gpt_indices
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from megatron.core.datasets.megatron_dataset import MegatronDataset
 from tests.unit_tests.core.datasets.corpora import VOCABULARY, dataset_config
 from tests.unit_tests.core.datasets.plain_order import CORPORA, SEED, PlainRun, S, plain_blend, plain_source, write
 
@@ -335,3 +336,91 @@ def test_damaged_orders_of_checkpoints_are_refused(change: dict, message: str) -
         data_order_from_json({"train": [{**SplitOrder(1, 2, VOCABULARY.eod).to_json(), **change}]})
     with pytest.raises(ValueError, match="must contain lists of orders"):
         data_order_from_json({"train": SplitOrder(1, 2).to_json()})
+
+
+def _build_splits(
+    folder: Path, stored: dict, consumed: tuple[int, int], sizes: tuple[int, int], cls=GPTDataset, **fields
+) -> list:
+    splits = [
+        SplitSize(size=size, planned=size, consumed=done, stored=stored.get(name, ()))
+        for name, size, done in zip(("train", "valid"), sizes, consumed)
+    ]
+    config = dataset_config(None, **{"split": None, "random_seed": SEED, **fields})
+    return BlendedMegatronDatasetBuilder(
+        cls, SplitSizes([*splits, SplitSize(size=0, planned=0)]), lambda: True, config
+    ).build()
+
+
+def _firsts(dataset, begin: int, end: int) -> list[int]:
+    return [int(dataset[i - dataset.order.origin]["tokens"][0]) for i in range(begin, end)]
+
+
+def test_blends_of_each_split_and_separate_validation_sets_continue(tmp_path: Path) -> None:
+    write(tmp_path)
+    paths = {name: str(tmp_path / name) for name in CORPORA}
+
+    def blends(*valid: str) -> list:
+        return [([paths["a"], paths["b"]], [0.3, 0.7]), ([paths[name] for name in valid], None), None]
+
+    for is_apart in (False, True):
+        fields = {"blend_per_split": blends("c", "d"), "multiple_validation_sets": is_apart}
+        train, valid, _ = _build_splits(tmp_path, {}, (0, 0), (20, 9), **fields)
+        sets = valid if is_apart else [valid]
+        stored = {"train": (train.order,), "valid": tuple(one.order for one in sets)}
+        stored = data_order_from_json(json.loads(json.dumps(data_order_to_json(stored))))
+        fields["blend_per_split"] = blends("d", "c")
+        train, valid, _ = _build_splits(tmp_path, stored, (11, 6), (90, 70), random_seed=3, **fields)
+        assert _firsts(train, 0, 90) == PlainRun({"a": 0.3, "b": 0.7}, 20).read(0, 90)
+        if is_apart:
+            assert [_firsts(one, 0, 70) for one in valid] == [plain_source(name, 9, 70) for name in "dc"]
+        else:
+            assert _firsts(valid, 0, 70) == PlainRun({"c": 91, "d": 120}, 9).read(0, 70)
+
+
+def test_validation_sets_that_are_separated_continue_after_the_samples_of_their_blend(tmp_path: Path) -> None:
+    write(tmp_path)
+    blend = ([str(tmp_path / "c"), str(tmp_path / "d")], [1.0, 3.0])
+    fields = {"blend_per_split": [([str(tmp_path / "a")], None), blend, None]}
+    valid = _build_splits(tmp_path, {}, (0, 0), (4, 8), **fields)[1]
+    stored = {"valid": (valid.order,)}
+    sets = _build_splits(tmp_path, stored, (4, 8), (9, 12), multiple_validation_sets=True, **fields)[1]
+    assert [_firsts(one, 8, 12) for one in sets] == [plain_source("c", 2, 6)[2:], plain_source("d", 6, 10)[6:]]
+
+
+class _Backwards(GPTDataset):
+    """A subclass as scripts have it."""
+
+    def __getitem__(self, idx: int) -> dict:
+        return {"tokens": super().__getitem__(idx)["tokens"].flip(0)}
+
+
+class _Own(MegatronDataset):
+    """A dataset class of a script that knows nothing of appended epochs."""
+
+    @staticmethod
+    def build_low_level_dataset(dataset_path: str, config: object) -> range:
+        return range(10)
+
+    @staticmethod
+    def numel_low_level_dataset(low_level_dataset: range) -> int:
+        return len(low_level_dataset)
+
+    def __len__(self) -> int:
+        return self.num_samples or 0
+
+    def __getitem__(self, idx: int) -> dict:
+        return {"tokens": [np.random.RandomState(self.num_samples).permutation(len(self))[idx]]}
+
+
+def test_subclasses_continue_and_other_classes_are_named(tmp_path: Path) -> None:
+    write(tmp_path)
+    fields = {"blend": ([str(tmp_path / "a")], None), "split": "1,0,0"}
+    for cls in (_Backwards, _Own):
+        first = _build_splits(tmp_path, {}, (0, 0), (12, 0), cls, **fields)[0]
+        stored = {"train": (first.order,)}
+        for size, has_note in ((6, False), (12, False), (13, cls is _Own)):
+            train = _build_splits(tmp_path, stored, (5, 0), (size, 0), cls, random_seed=1, **fields)[0]
+            note = ("_Own may read more samples than planned in a different order",) if has_note else ()
+            assert train.order.notes == note
+            if not has_note:
+                assert _firsts(train, 0, size) == _firsts(first, 0, size)
