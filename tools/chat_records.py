@@ -3,6 +3,7 @@
 Does not render or tokenize them.
 """
 
+import copy
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -22,6 +23,8 @@ LOSS_FIELDS = ("weight", "train", "training", "trainable", "loss", "loss_weight"
 NO_LOSS_FIELDS = ("masked",)
 # Fields that select parts of a message, which are not supported.
 PARTIAL_LOSS_FIELDS = ("train_detail", "training_detail")
+# Fields without which a message says nothing.
+_NO_TEXT = ("role", *LOSS_FIELDS, *NO_LOSS_FIELDS, *PARTIAL_LOSS_FIELDS)
 
 
 @dataclass(frozen=True)
@@ -38,25 +41,37 @@ class ChatRecord:
         answers = {number for number, message in enumerate(self.messages) if message["role"] == "assistant"}
         return bool(answers) and answers <= self.untrained
 
+    @property
+    def has_tool_calls(self) -> bool:
+        return any(message.get("tool_calls") for message in self.messages)
+
+    @property
+    def has_null_content(self) -> bool:
+        return any(message.get("content") is None for message in self.messages)
+
     def quoted_arguments(self) -> Iterator[str]:
         """Yields the arguments of tool calls that are JSON text, as a template writes them that encodes them again."""
-        for function in map(_function_of, self._tool_calls()):
+        for function in _functions_of(self.messages):
             if _parsed_arguments(function) is not None:
                 yield json.dumps(function["arguments"], ensure_ascii=False)
 
     def with_parsed_arguments(self) -> "ChatRecord":
         """Returns the conversation with objects in place of JSON text as arguments of tool calls."""
-        copied = replace(self, messages=json.loads(json.dumps(self.messages)))
-        for function in map(_function_of, copied._tool_calls()):
+        messages = copy.deepcopy(self.messages)
+        for function in _functions_of(messages):
             arguments = _parsed_arguments(function)
             if arguments is not None:
                 function["arguments"] = arguments
-        return copied
+        return replace(self, messages=messages)
 
-    def _tool_calls(self) -> Iterator[Any]:
-        for message in self.messages:
-            calls = message.get("tool_calls")
-            yield from calls if isinstance(calls, list) else ()
+    def with_empty_content(self) -> "ChatRecord":
+        """Returns the conversation with an empty text in place of a null or missing content."""
+        empty = {"content": ""}
+        return replace(self, messages=[one | empty if one.get("content") is None else one for one in self.messages])
+
+    def without_tool_calls(self) -> "ChatRecord":
+        kept = [{name: value for name, value in one.items() if name != "tool_calls"} for one in self.messages]
+        return replace(self, messages=kept)
 
 
 def read_chat(record: dict[str, Any], key: str) -> ChatRecord:
@@ -94,6 +109,8 @@ def _message(message: Any, key: str) -> dict[str, Any]:
         raise ValueError(f"a message of {key!r} has the keys {sorted(message)}: must have role and content")
     if message["role"] == "function_call":
         raise ValueError("a message has the role 'function_call': must be an assistant's message with tool_calls")
+    if message.get("content") is None and not any(value for name, value in message.items() if name not in _NO_TEXT):
+        raise ValueError(f"a message of {key!r} with the role {message['role']!r} has no content: must be text")
     return message
 
 
@@ -134,8 +151,12 @@ def _tools(tools: Any) -> list[Any] | None:
     return parsed
 
 
-def _function_of(call: Any) -> Any:
-    return call.get("function", call) if isinstance(call, dict) else None
+def _functions_of(messages: list[dict[str, Any]]) -> Iterator[Any]:
+    """Yields the function of each tool call, as OpenAI writes them or without the level `function`."""
+    for message in messages:
+        calls = message.get("tool_calls")
+        for call in calls if isinstance(calls, list) else ():
+            yield call.get("function", call) if isinstance(call, dict) else None
 
 
 def _parsed_arguments(function: Any) -> dict[str, Any] | None:

@@ -37,8 +37,7 @@ from megatron.core.datasets.indexed_dataset import (
 from megatron.core.datasets.text_files import INPUT_HELP, check_tables, find_text_files, has_keys
 from megatron.core.files import file_crc32
 from megatron.core.tokenizers import TokenizerConfig
-from megatron.core.tokenizers.chat_template import read_template
-from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer
+from megatron.core.tokenizers.chat_template import find_templates
 from megatron.tools.partitions import Piece, Workspace, cut, documents, publish
 from megatron.tools.show_samples import show_samples
 from megatron.tools.token_chunks import (
@@ -241,27 +240,13 @@ def encode_settings(options: argparse.Namespace) -> EncodeSettings:
     tokenizer = tuple((name, vars(options)[name]) for name in TOKENIZER_FIELDS)
     if options.chat_key is None:
         return EncodeSettings(tokenizer, options.append_eod, tuple(options.json_keys or ("text",)))
-    template = chat_template(options, tokenizer)
+    templates = find_templates(tokenizer_for(tokenizer), options.chat_template)
     # In packed documents only the end-of-document tokens separate chats.
     append_eod = options.append_eod or options.pack_length is not None
-    settings = EncodeSettings(tokenizer, append_eod, (options.chat_key,), template)
-    template_for(settings)
+    settings = EncodeSettings(tokenizer, append_eod, (options.chat_key,), templates)
+    for tools in (None, []):
+        template_for(settings, tools)  # raises for a template that is not valid Jinja
     return settings
-
-
-def chat_template(options: argparse.Namespace, tokenizer_fields: tuple[tuple[str, Any], ...]) -> str:
-    """Returns the text of --chat-template, or of the tokenizer's chat template."""
-    tokenizer = tokenizer_for(tokenizer_fields)
-    if options.tokenizer_type == "NullTokenizer":
-        raise ValueError("--chat-key contradicts --tokenizer-type NullTokenizer, which reads ids, not text")
-    if options.chat_template is not None:
-        if not Path(options.chat_template).is_file():
-            raise FileNotFoundError(f"--chat-template {options.chat_template} does not exist: must be a Jinja file")
-        return read_template(Path(options.chat_template))
-    own = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
-    if own is None:
-        raise ValueError(f"{tokenizer.name} has no chat template: give a Jinja file with --chat-template")
-    return own
 
 
 def preprocess(options: argparse.Namespace, settings: EncodeSettings) -> Summary:
@@ -364,7 +349,7 @@ def encode_pieces(
         for chunk in map_in_order(encode, chunks(documents(pieces, settings.columns)), workers=workers):
             for builder, tokens, lengths in zip(builders, chunk.arrays, chunk.lengths):
                 builder.add_concatenated(tokens, lengths)
-            summary.add_chunk(chunk, holds_chats=settings.chat_template is not None)
+            summary.add_chunk(chunk, holds_chats=settings.chat_templates is not None)
             advance(chunk.num_bytes)
         for builder, prefix in zip(builders, prefixes):
             builder.finalize(get_idx_path(prefix))

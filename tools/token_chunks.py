@@ -20,10 +20,15 @@ from megatron.core.datasets.indexed_dataset import DType, loss_mask_prefix
 from megatron.core.datasets.table_files import Columns
 from megatron.core.datasets.text_files import BadLine, RawDocument, decode_record, decode_texts
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
-from megatron.core.tokenizers.chat_template import ChatTemplate, ChatTemplateError
+from megatron.core.tokenizers.chat_template import (
+    ChatTemplate,
+    ChatTemplateError,
+    RenderedChat,
+    TemplateSources,
+)
 from megatron.core.tokenizers.library_tokenizers import LibraryTokenizer
 from megatron.core.tokenizers.tokenizer import BaseTokenizer, MarkedTokens
-from megatron.tools.chat_records import read_chat
+from megatron.tools.chat_records import ChatRecord, read_chat
 
 CHUNK_BYTES = 256 << 10  # size of the text that a worker encodes at a time
 CHUNKS_IN_FLIGHT = 4  # per worker: bounds memory, and keeps workers busy during a slow chunk
@@ -41,18 +46,18 @@ class EncodeSettings:
     tokenizer: tuple[tuple[str, Any], ...]  # fields of the tokenizer's TokenizerConfig
     append_eod: bool
     json_keys: tuple[str, ...]
-    chat_template: str | None = None  # if given, the only key contains chats
+    chat_templates: TemplateSources | None = None  # if given, the only key contains chats
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of the outputs, which follow the prefix: tokens of each key, or tokens and loss masks of chats."""
         documents = tuple(f"{key}_document" for key in self.json_keys)
-        return documents if self.chat_template is None else (*documents, loss_mask_prefix(documents[0]))
+        return documents if self.chat_templates is None else (*documents, loss_mask_prefix(documents[0]))
 
     @property
     def columns(self) -> Columns:
         """Table columns to read."""
-        is_chat = self.chat_template is not None
+        is_chat = self.chat_templates is not None
         return Columns(self.json_keys, hold_chats=is_chat, flag="--chat-key" if is_chat else "--json-keys")
 
     @property
@@ -132,7 +137,7 @@ def end_with_parent() -> None:
 def encode_chunk(settings: EncodeSettings, documents: list[RawDocument]) -> EncodedChunk:
     """Encodes documents and drops documents without tokens. Runs in a worker."""
     chunk = EncodedChunk(num_bytes=sum(len(raw.data) for raw in documents))
-    encode = encode_texts if settings.chat_template is None else encode_chats
+    encode = encode_texts if settings.chat_templates is None else encode_chats
     for column, dtype in zip(encode(settings, documents, chunk=chunk), settings.dtypes):
         chunk.lengths.append([len(piece) for piece in column])
         chunk.arrays.append(np.concatenate(column).astype(dtype, copy=False) if column else np.empty(0, dtype))
@@ -222,12 +227,8 @@ class DroppedChat(Exception):
 
 def _encode_chat(settings: EncodeSettings, record: dict[str, Any]) -> MarkedTokens:
     """Returns the tokens of a record's chat. Raises DroppedChat, ValueError or TypeError."""
-    template = template_for(settings)
     chat = read_chat(record, settings.json_keys[0])
-    rendered = template.render(chat.messages, untrained=chat.untrained, tools=chat.tools)
-    if any(quoted in rendered.text for quoted in chat.quoted_arguments()):
-        messages = chat.with_parsed_arguments().messages
-        rendered = template.render(messages, untrained=chat.untrained, tools=chat.tools)
+    rendered = _render(template_for(settings, chat.tools), chat)
     rendered.text.encode()  # JSON may contain lone surrogates, which are not valid text
     found = tokenizer_for(settings.tokenizer).tokenize_marked(rendered.text, rendered.spans)
     # The first token has no context from which it could be predicted.
@@ -237,6 +238,31 @@ def _encode_chat(settings: EncodeSettings, record: dict[str, Any]) -> MarkedToke
             raise DroppedChat(UNWEIGHTED, "the fields of its messages exclude all answers from the loss")
         raise DroppedChat(UNANSWERED, "the assistant has no text")
     return found
+
+
+def _render(template: ChatTemplate, chat: ChatRecord) -> RenderedChat:
+    """Renders a chat. Raises ChatTemplateError also for a template that does not write tool calls."""
+    if chat.has_tool_calls or chat.has_null_content:
+        text = template.text(chat.messages, tools=chat.tools)
+        if any(quoted in text for quoted in chat.quoted_arguments()):
+            chat = chat.with_parsed_arguments()
+            text = template.text(chat.messages, tools=chat.tools)
+        if chat.has_null_content and "None" in text:
+            # A template that prints a null would teach the assistant to say None.
+            filled = chat.with_empty_content()
+            text_of_filled = template.text(filled.messages, tools=chat.tools)
+            if text_of_filled.count("None") < text.count("None"):
+                chat, text = filled, text_of_filled
+        if chat.has_tool_calls and text == _text_without_calls(template, chat):
+            raise ChatTemplateError("the chat template does not write the tool calls of this conversation")
+    return template.render(chat.messages, untrained=chat.untrained, tools=chat.tools)
+
+
+def _text_without_calls(template: ChatTemplate, chat: ChatRecord) -> str | None:
+    try:
+        return template.text(chat.without_tool_calls().messages, tools=chat.tools)
+    except ChatTemplateError:
+        return None
 
 
 def end_of_chat(ids: Sequence[int], tokenizer: BaseTokenizer) -> int:
@@ -253,8 +279,12 @@ def tokenizer_for(fields: Sequence[tuple[str, Any]]) -> BaseTokenizer:
     return build_tokenizer(TokenizerConfig(**dict(fields)))
 
 
+def template_for(settings: EncodeSettings, tools: object = None) -> ChatTemplate:
+    """Returns the template of conversations with these tools, compiled once per process."""
+    assert settings.chat_templates is not None
+    return _compiled(settings.chat_templates.of(tools), settings.tokenizer)
+
+
 @functools.cache
-def template_for(settings: EncodeSettings) -> ChatTemplate:
-    """Compiles the chat template, once per process."""
-    assert settings.chat_template is not None
-    return ChatTemplate(settings.chat_template, tokenizer_for(settings.tokenizer).special_names)
+def _compiled(source: str, tokenizer_fields: Sequence[tuple[str, Any]]) -> ChatTemplate:
+    return ChatTemplate(source, tokenizer_for(tokenizer_fields).special_names)

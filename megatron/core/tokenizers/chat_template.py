@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.core.tokenizers.tokenizer import PIP_EXTRA
+from megatron.core.tokenizers.tokenizer import PIP_EXTRA, BaseTokenizer, NullTokenizer
 
 # Unicode reserves these noncharacters for programs, so no text contains them.
 _BEGIN, _END, _PROBE = "\ufdd0", "\ufdd1", "\ufdd2"
@@ -89,9 +89,17 @@ class ChatTemplate:
         found = _increasing([extents.of(number) for number in numbers], numbers)
         return RenderedChat(marked.text, _apart(marked.spans, found) if self._marks_spans else found)
 
+    def text(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """Renders a conversation without spans, which is faster. Raises ChatTemplateError."""
+        return self._text(messages, variables)
+
     def prompt(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
         """Renders a conversation up to the start of the next answer, as for generation. Raises ChatTemplateError."""
         return self._text(messages, {**variables, "add_generation_prompt": True})
+
+    def after_answer(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """Returns what follows an answer to a conversation, such as an end token. Raises ChatTemplateError."""
+        return self._text([*messages, {"role": "assistant", "content": _PROBE}], variables).rpartition(_PROBE)[2]
 
     def _text(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
         return _without_marks(self._marked_text(messages, variables)).text
@@ -215,6 +223,34 @@ class _Extents:
             return self._template._text(messages, variables)
         except ChatTemplateError:
             return None
+
+
+@dataclass(frozen=True)
+class TemplateSources:
+    """Jinja sources of a tokenizer's chat templates. with_tools: for conversations with tools, if different."""
+
+    default: str
+    with_tools: str | None = None
+
+    def of(self, tools: object) -> str:
+        return self.default if tools is None or self.with_tools is None else self.with_tools
+
+
+def find_templates(tokenizer: BaseTokenizer, path: str | None) -> TemplateSources:
+    """Returns the template in the file --chat-template, or else the tokenizer's own templates.
+
+    Raises OSError, or ValueError if there is no template or the tokenizer does not read text.
+    """
+    if isinstance(tokenizer, NullTokenizer):
+        raise ValueError("--tokenizer-type is NullTokenizer, which reads ids: chats require a tokenizer of text")
+    if path is not None:
+        if not Path(path).is_file():
+            raise FileNotFoundError(f"--chat-template {path} does not exist: must be a Jinja file")
+        return TemplateSources(read_template(Path(path)))
+    own = tokenizer.chat_templates
+    if "default" not in own:
+        raise ValueError(f"{tokenizer.name} has no chat template: give a Jinja file with --chat-template")
+    return TemplateSources(own["default"], own.get("tool_use"))
 
 
 def read_template(path: Path) -> str:

@@ -82,15 +82,17 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         return names
 
     @property
-    def chat_template(self) -> str | None:
-        """Chat template in chat_template.jinja in the same folder, or else the default in tokenizer_config.json."""
-        file = self._path.with_name("chat_template.jinja")
-        if file.is_file():
-            return read_template(file)
+    def chat_templates(self) -> dict[str, str]:
+        """Chat templates by name, from .jinja files in the same folder, or else from tokenizer_config.json."""
         found = self._settings.get("chat_template")
-        if isinstance(found, list):
-            found = next((one.get("template") for one in found if one.get("name") == "default"), None)
-        return found if isinstance(found, str) else None
+        if isinstance(found, str):
+            templates = {"default": found}
+        else:
+            entries = [one for one in found if isinstance(one, dict)] if isinstance(found, list) else []
+            templates = {one["name"]: one["template"] for one in entries if {"name", "template"} <= one.keys()}
+        others = self._path.with_name("additional_chat_templates").glob("*.jinja")
+        files = {path.stem: path for path in others} | {"default": self._path.with_name("chat_template.jinja")}
+        return templates | {name: read_template(path) for name, path in files.items() if path.is_file()}
 
     def tokenize_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> MarkedTokens:
         """Tokenizes the whole text in one call, like transformers. Marks tokens that contain a character of a span."""

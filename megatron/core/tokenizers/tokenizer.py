@@ -111,6 +111,11 @@ class BaseTokenizer(ABC):
         ids = {"bos_token": self.bos, "eos_token": self.eod, "pad_token": self.pad}
         return {name: texts[token] for name, token in ids.items() if token in texts}
 
+    @property
+    def chat_templates(self) -> dict[str, str]:
+        """Chat templates that belong to the tokenizer, by name. "tool_use" is for conversations with tools."""
+        return {}
+
     def tokenize_marked(self, text: str, spans: Sequence[tuple[int, int]]) -> MarkedTokens:
         """Tokenizes a rendered chat. Converts special tokens in the text to their ids, and adds no special tokens.
 

@@ -12,6 +12,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.text_files import RawDocument
+from megatron.core.tokenizers.chat_template import TemplateSources
 from megatron.tools import preprocess_data
 from megatron.tools.token_chunks import EncodedChunk, EncodeSettings, encode_chats
 
@@ -325,6 +326,11 @@ CASES = {
         of(user("a"), answer("", tool_calls=[call('{"x": "\u00fc"}')]), {"role": "tool", "content": "1"}, answer("b")),
         '<s>[INST] a[/INST]~[CALLS] {"name": "f", "arguments": {"x": "\u00fc"}}</s>~[RESULT] 1[/RESULT]~ b</s>',
     ),
+    "a null instead of a content, which the template would print": Case(
+        CHATML.replace("<|im_end|>", "{{ m.tool_calls[0].function.name if m.tool_calls else '' }}<|im_end|>"),
+        of(user("None?"), answer(None, tool_calls=[call({})]), {"role": "tool", "content": "1"}, answer("b")),
+        f"{U}None?{END}{A}~f{END}~<|im_start|>tool\n1{END}{A}~b{END}",
+    ),
     "parts of contents": Case(
         CHATML.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"),
         of(
@@ -352,6 +358,43 @@ def test_tokens_and_masks_are_those_written_by_hand(
     assert len(tokens) == 1
     assert library.decode(tokens[0].tolist(), skip_special_tokens=False) == case.text.replace("~", "")
     assert (tokens[0].tolist(), masks[0].tolist()) == expected
+
+
+@pytest.mark.parametrize(
+    "record, reason, problem",
+    [
+        (
+            of(user("a"), answer(None, tool_calls=[call({})])),
+            "rejected by the template",
+            "does not write the tool calls",
+        ),
+        (of(user("a"), answer("", tool_calls=[call({})])), "rejected by the template", "does not write the tool"),
+        (of(user("a"), answer(None)), "not readable", "'assistant' has no content: must be text"),
+        (of(user("a"), answer("b", weight=0.3)), "not readable", "message 2 has weight 0.3: must be 0, 1"),
+        (of(user("a"), answer("b", weight=0)), "without a loss because of their marks", "exclude all answers"),
+        (of(user("a"), {"role": "gpt", "content": "b"}), "without an answer", "the assistant has no text"),
+        (of(user("a"), answer(1)), "rejected by the template", "does not support this conversation"),
+    ],
+)
+def test_a_dropped_chat_has_a_reason(folders: dict[str, Path], record: dict, reason: str, problem: str) -> None:
+    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folders["</s>"])}
+    template = TemplateSources(CHATML.replace("m.content", "'' + (m.content or '')"))
+    chunk = EncodedChunk()
+    line = RawDocument(Path("a.jsonl"), 7, json.dumps(record).encode())
+    settings = EncodeSettings(tuple(tokenizer.items()), False, ("messages",), template)
+    assert encode_chats(settings, [line], chunk=chunk) == [[], []]
+    assert chunk.dropped == {reason: 1} and problem in str(chunk.bad_lines[0]) and chunk.bad_lines[0].line == 7
+
+
+def test_conversations_with_tools_have_a_template_of_their_own(library: Tokenizer, folders: dict[str, Path]) -> None:
+    tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folders["</s>"])}
+    templates = TemplateSources(CHATML, "{{ tools | tojson }}" + CHATML)
+    settings = EncodeSettings(tuple(tokenizer.items()), False, ("messages",), templates)
+    records = [of(user("a"), answer("b")), of(user("a"), answer("b"), tools=[{"name": "f"}])]
+    lines = [RawDocument(Path("a.jsonl"), 1, json.dumps(record).encode()) for record in records]
+    tokens, _ = encode_chats(settings, lines, chunk=EncodedChunk())
+    texts = [library.decode(one.tolist(), skip_special_tokens=False) for one in tokens]
+    assert texts == [f"{U}a{END}{A}b{END}", '[{"name": "f"}]' + f"{U}a{END}{A}b{END}"]
 
 
 @dataclass(frozen=True)
@@ -476,7 +519,7 @@ def test_the_loss_covers_exactly_the_answers_with_each_end_once(
         pieces.append((eos, False))
     ids, mask = tokens_of(library, pieces)
     tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folders[eos])}
-    encoding = EncodeSettings(tuple(tokenizer.items()), append_eod, ("messages",), kind.jinja())
+    encoding = EncodeSettings(tuple(tokenizer.items()), append_eod, ("messages",), TemplateSources(kind.jinja()))
     chunk = EncodedChunk()
     line = RawDocument(Path("a.jsonl"), 1, json.dumps({"messages": messages}).encode())
     tokens, masks = encode_chats(encoding, [line], chunk=chunk)

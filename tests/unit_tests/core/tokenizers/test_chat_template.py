@@ -10,7 +10,7 @@ from tokenizers import Tokenizer as Library
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from megatron.core.tokenizers.chat_template import ChatTemplate, ChatTemplateError
+from megatron.core.tokenizers.chat_template import ChatTemplate, ChatTemplateError, find_templates
 from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer
 from megatron.core.tokenizers.optional_tokenizers import Llama2Tokenizer, SentencePieceTokenizer, TikTokenizer
 from megatron.core.tokenizers.tokenizer import BaseTokenizer, ByteLevelTokenizer
@@ -60,8 +60,8 @@ def folder(tmp_path_factory) -> Path:
 def test_tokens_and_marks_are_those_of_transformers(folder: Path, turns: list[tuple[str, str]]) -> None:
     reference = PreTrainedTokenizerFast.from_pretrained(folder)
     tokenizer = HuggingFaceTokenizer(str(folder))
-    assert tokenizer.chat_template == CHATML
-    chat = ChatTemplate(tokenizer.chat_template, tokenizer.special_names).render(messages(turns))
+    assert tokenizer.chat_templates == {"default": CHATML}
+    chat = ChatTemplate(CHATML, tokenizer.special_names).render(messages(turns))
     found = tokenizer.tokenize_marked(chat.text, chat.spans)
     wanted = reference.apply_chat_template(
         messages(turns), return_dict=True, return_assistant_tokens_mask=True, tokenize=True
@@ -131,8 +131,18 @@ def test_no_message_can_move_the_marks(source: str) -> None:
 def test_a_template_is_found_in_each_place_that_transformers_knows(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
     config = tmp_path / "tokenizer_config.json"
-    for value, expected in (("a", "a"), ([{"name": "default", "template": "b"}], "b"), (None, None)):
+    named = [{"name": "default", "template": "b"}, {"name": "tool_use", "template": "d"}]
+    for value, expected in (("a", {"default": "a"}), (named, {"default": "b", "tool_use": "d"}), (None, {})):
         config.write_text(json.dumps({"chat_template": value}))
-        assert HuggingFaceTokenizer(str(tmp_path)).chat_template == expected
+        assert HuggingFaceTokenizer(str(tmp_path)).chat_templates == expected
+    config.write_text(json.dumps({"chat_template": named}))
     (tmp_path / "chat_template.jinja").write_text("c")
-    assert HuggingFaceTokenizer(str(tmp_path)).chat_template == "c"
+    assert HuggingFaceTokenizer(str(tmp_path)).chat_templates == {"default": "c", "tool_use": "d"}
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("e")
+    tokenizer = HuggingFaceTokenizer(str(tmp_path))
+    assert tokenizer.chat_templates == {"default": "c", "tool_use": "e"}
+    own = find_templates(tokenizer, None)
+    assert (own.of(None), own.of([]), own.of([{}])) == ("c", "e", "e")
+    given = find_templates(tokenizer, str(tmp_path / "chat_template.jinja"))
+    assert (given.of(None), given.of([{}])) == ("c", "c")
