@@ -1,11 +1,12 @@
 """Generates a continuation of a prompt with a trained model: `python tools/generate.py --load DIR --prompt "..."`.
 
-Reads the model's shape and tokenizer from the checkpoint. Writes no files.
+With --chat the prompt is a user's message, and the answer of the assistant is generated. Reads the model's shape and
+tokenizer from the checkpoint. Writes no files.
 """
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import torch
@@ -17,7 +18,8 @@ from megatron.core.device import default_device
 from megatron.core.dist_checkpointing import load_items, model_sharded_tensors
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
-from megatron.core.tokenizers.tokenizer import Tokenizer
+from megatron.core.tokenizers.chat_template import ChatTemplate, find_templates
+from megatron.core.tokenizers.tokenizer import BaseTokenizer
 from megatron.tools.stored_checkpoints import checkpoint_of_load
 from megatron.training.arguments import parse_args
 from megatron.training.checkpointing.run_values import load_run_values, model_arguments
@@ -32,22 +34,23 @@ TOKENIZER_DESTS = tuple(flag.dest for flag in flags_of_class(TokenizerConfig, {}
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Prints the prompt followed by its continuation."""
+    """Prints the prompt followed by its continuation, or the answer in a chat."""
     options = parse_options(argv)
     with exit_on_user_error():
         check_options(options)
         moved = {name: vars(options)[name] for name in TOKENIZER_FILES}
         model, tokenizer = load_model(options.load, step=options.ckpt_step, moved=moved)
-        prompt = tokenizer.tokenize(options.prompt) or [tokenizer.eod]
+        prompt, ends = read_prompt(options, tokenizer)
         generator = torch.Generator().manual_seed(options.seed)
         # The vocabulary may be padded. Ids outside the tokenizer's vocabulary have no text.
         num_ids = min(model.unpadded_vocab_size, tokenizer.vocab_size)
-        tokens = list(
-            continue_tokens(model, prompt, num_ids=num_ids, options=options, eod=tokenizer.eod, generator=generator)
+        new_tokens = continue_tokens(
+            model, prompt, num_ids=num_ids, options=options, eod=tokenizer.eod, ends=ends, generator=generator
         )
+        tokens = list(new_tokens)
         # Decodes all tokens together, because a token's text, for example a space, can depend on the previous token.
         continuation = tokenizer.detokenize(prompt + tokens)[len(tokenizer.detokenize(prompt)) :]
-        print(options.prompt + continuation)
+        print(continuation if options.chat else options.prompt + continuation)
 
 
 def parse_options(argv: list[str] | None) -> argparse.Namespace:
@@ -57,6 +60,12 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--load", required=True, help="folder of checkpoints, as given to --save")
     parser.add_argument("--ckpt-step", type=int, help="iteration to load; default: the latest")
     parser.add_argument("--prompt", default="", help="text to continue; empty: start a new document")
+    parser.add_argument(
+        "--chat",
+        action="store_true",
+        help="the prompt is a user's message, formatted with the tokenizer's chat template",
+    )
+    parser.add_argument("--chat-template", metavar="FILE", help="Jinja template of --chat (default: the tokenizer's)")
     parser.add_argument(
         "--max-new-tokens", type=int, default=100, help="maximum number of tokens to add (default: 100)"
     )
@@ -86,6 +95,8 @@ def check_options(options: argparse.Namespace) -> None:
     # Bytes on the command line that are not UTF-8 become lone surrogates.
     if any("\ud800" <= character <= "\udfff" for character in options.prompt):
         raise ValueError("--prompt is not UTF-8 text")
+    if options.chat_template is not None and not options.chat:
+        raise ValueError("--chat-template applies only to chats: add --chat")
     if not 0 <= options.temperature < float("inf"):
         raise ValueError(f"--temperature is {options.temperature}: must be 0 or more")
     if options.top_k is not None and options.top_k < 1:
@@ -94,7 +105,22 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--top-p is {options.top_p}: must be above 0 and at most 1")
 
 
-def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -> tuple[GPTModel, Tokenizer]:
+def read_prompt(options: argparse.Namespace, tokenizer: BaseTokenizer) -> tuple[list[int], frozenset[int]]:
+    """Returns the prompt's tokens and, for a chat, the special token with which its template ends an answer, if any.
+
+    The tokens of a chat are those of training data. Raises ValueError or OSError for an unusable template.
+    """
+    if not options.chat:
+        return tokenizer.tokenize(options.prompt) or [tokenizer.eod], frozenset()
+    template = ChatTemplate(find_templates(tokenizer, options.chat_template).default, tokenizer.special_names)
+    messages = [{"role": "user", "content": options.prompt}]
+    prompt = tokenizer.tokenize_marked(template.prompt(messages), []).ids
+    after = tokenizer.tokenize_marked(template.after_answer(messages), []).ids
+    ends = [token for token in after if token in tokenizer.special_ids]
+    return prompt, frozenset(ends[:1])
+
+
+def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -> tuple[GPTModel, BaseTokenizer]:
     """Returns the checkpoint's model in fp32 and evaluation mode, and its tokenizer.
 
     moved: new paths of tokenizer files by flag, None for files that did not move. Raises ValueError if there is no
@@ -132,8 +158,9 @@ def continue_tokens(
     options: argparse.Namespace,
     eod: int,
     generator: torch.Generator,
+    ends: Collection[int] = (),
 ) -> Iterator[int]:
-    """Yields new token ids below num_ids until the end of the document or --max-new-tokens."""
+    """Yields new token ids below num_ids until the end of the document, one of `ends`, or --max-new-tokens."""
     device = next(model.parameters()).device
     tokens = list(prompt)
     for _ in range(options.max_new_tokens):
@@ -141,7 +168,7 @@ def continue_tokens(
         positions = torch.arange(window.shape[1], device=device).unsqueeze(0)
         logits = model(window, positions, None)[0, -1, :num_ids]
         token = sample(logits.float().cpu(), options=options, generator=generator)
-        if token == eod:
+        if token == eod or token in ends:
             return
         tokens.append(token)
         yield token

@@ -13,7 +13,9 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.text_files import RawDocument
 from megatron.core.tokenizers.chat_template import TemplateSources
+from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer
 from megatron.tools import preprocess_data
+from megatron.tools.generate import parse_options, read_prompt
 from megatron.tools.token_chunks import EncodedChunk, EncodeSettings, encode_chats
 
 SPECIAL = (
@@ -358,6 +360,28 @@ def test_tokens_and_masks_are_those_written_by_hand(
     assert len(tokens) == 1
     assert library.decode(tokens[0].tolist(), skip_special_tokens=False) == case.text.replace("~", "")
     assert (tokens[0].tolist(), masks[0].tolist()) == expected
+
+
+@pytest.mark.parametrize(
+    "template, eos, prompt, ends",
+    [
+        (CHATML, "<|endoftext|>", f"{U}a{END}{A}", ["<|im_end|>"]),
+        (CHATML, "<|im_end|>", f"{U}a{END}{A}", ["<|im_end|>"]),
+        (QWEN3, "<|endoftext|>", f"{U}a{END}{A}", ["<|im_end|>"]),
+        (DEEPSEEK, "<|endoftext|>", "<s><|User|>a<|Assistant|><think>\n", ["<|endoftext|>"]),
+        (MISTRAL, "</s>", "<s>[INST] a[/INST]", ["</s>"]),
+        (TAGGED, "<|endoftext|>", f"{U}a{END}{A}", ["<|im_end|>"]),
+        (PLAIN, "</s>", "Question: a\nAnswer: ", []),
+    ],
+)
+def test_generation_continues_the_prompt_of_training_up_to_the_end_of_a_turn(
+    library: Tokenizer, folders: dict[str, Path], tmp_path: Path, template: str, eos: str, prompt: str, ends: list[str]
+) -> None:
+    (tmp_path / "t.jinja").write_text(template)
+    words = ["--load", "x", "--chat", "--chat-template", str(tmp_path / "t.jinja"), "--prompt", "a"]
+    ids, found = read_prompt(parse_options(words), HuggingFaceTokenizer(str(folders[eos])))
+    assert ids == tokens_of(library, [(prompt, False)])[0]
+    assert found == set(map(library.token_to_id, ends))
 
 
 @pytest.mark.parametrize(

@@ -74,3 +74,10 @@ def test_ids_that_the_tokenizer_lacks_are_never_drawn() -> None:
     model = FavoursPadding()
     drawn = continue_tokens(model, [1], num_ids=5, options=settings, eod=0, generator=generator)  # type: ignore[arg-type]
     assert list(drawn) == [3] * 6
+    drawn = continue_tokens(model, [1], num_ids=5, options=settings, eod=0, ends={3}, generator=generator)  # type: ignore[arg-type]
+    assert list(drawn) == []
+
+
+def test_a_chat_template_requires_a_chat() -> None:
+    with pytest.raises(ValueError, match="--chat-template applies only to chats"):
+        check_options(options("--chat-template", "t.jinja"))
