@@ -23,6 +23,8 @@ LOSS_FIELDS = ("weight", "train", "training", "trainable", "loss", "loss_weight"
 NO_LOSS_FIELDS = ("masked",)
 # Fields that select parts of a message, which are not supported.
 PARTIAL_LOSS_FIELDS = ("train_detail", "training_detail")
+# Fields of a message that contain calls; the second one is OpenAI's older form.
+CALL_FIELDS = ("tool_calls", "function_call")
 # Fields without which a message says nothing.
 _NO_TEXT = ("role", *LOSS_FIELDS, *NO_LOSS_FIELDS, *PARTIAL_LOSS_FIELDS)
 
@@ -43,7 +45,7 @@ class ChatRecord:
 
     @property
     def has_tool_calls(self) -> bool:
-        return any(message.get("tool_calls") for message in self.messages)
+        return any(message.get(name) for message in self.messages for name in CALL_FIELDS)
 
     @property
     def has_null_content(self) -> bool:
@@ -70,7 +72,7 @@ class ChatRecord:
         return replace(self, messages=[one | empty if one.get("content") is None else one for one in self.messages])
 
     def without_tool_calls(self) -> "ChatRecord":
-        kept = [{name: value for name, value in one.items() if name != "tool_calls"} for one in self.messages]
+        kept = [{name: value for name, value in one.items() if name not in CALL_FIELDS} for one in self.messages]
         return replace(self, messages=kept)
 
 

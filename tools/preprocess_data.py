@@ -244,8 +244,8 @@ def encode_settings(options: argparse.Namespace) -> EncodeSettings:
     # In packed documents only the end-of-document tokens separate chats.
     append_eod = options.append_eod or options.pack_length is not None
     settings = EncodeSettings(tokenizer, append_eod, (options.chat_key,), templates)
-    for tools in (None, []):
-        template_for(settings, tools)  # raises for a template that is not valid Jinja
+    template_for(settings)  # raises for a template that is not valid Jinja
+    template_for(settings, tools=[])
     return settings
 
 

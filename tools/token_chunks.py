@@ -188,32 +188,20 @@ def encode_chats(
 
     Chats without such a token are dropped and recorded in `chunk`, as are bad lines.
     """
-    tokenizer = tokenizer_for(settings.tokenizer)
     tokens, masks = [], []
     for raw in documents:
         try:
             found = _encode_chat(settings, decode_record(raw, settings.json_keys))
-        except DroppedChat as error:
-            reason, problem = error.reason, error
-        except ChatTemplateError as error:
-            reason, problem = REJECTED, error
-        except (ValueError, TypeError) as error:
-            reason, problem = UNREADABLE, error
-        else:
-            ids, marks = found.ids, found.marks
-            end = end_of_chat(ids, tokenizer)
-            if settings.append_eod and ids[end - 1] != tokenizer.eod:
-                # Ends an answer that does not end with an end token itself.
-                marks = [*marks, marks[-1] and ids[end - 1] not in tokenizer.special_ids]
-                ids = [*ids, tokenizer.eod]
-                end = len(ids)
-            chunk.counts["eod inside"] += tokenizer.eod in ids[: end - 1]
-            chunk.counts["with a loss"] += sum(marks)
-            tokens.append(np.asarray(ids))
-            masks.append(np.asarray(marks))
+        except (DroppedChat, ValueError, TypeError) as error:
+            chunk.dropped[_reason_of(error)] += 1
+            chunk.bad_lines.append(BadLine(raw.path, raw.line, str(error), raw.begin))
             continue
-        chunk.dropped[reason] += 1
-        chunk.bad_lines.append(BadLine(raw.path, raw.line, str(problem), raw.begin))
+        if settings.append_eod:
+            found = _ended(found, tokenizer_for(settings.tokenizer))
+        chunk.counts["eod inside"] += _is_split(found.ids, tokenizer_for(settings.tokenizer))
+        chunk.counts["with a loss"] += sum(found.marks)
+        tokens.append(np.asarray(found.ids))
+        masks.append(np.asarray(found.marks))
     return [tokens, masks]
 
 
@@ -265,12 +253,33 @@ def _text_without_calls(template: ChatTemplate, chat: ChatRecord) -> str | None:
         return None
 
 
-def end_of_chat(ids: Sequence[int], tokenizer: BaseTokenizer) -> int:
-    """Returns the number of tokens up to the last one that is not blank text, or 0 if there is none."""
-    for end in range(len(ids), 0, -1):
-        if ids[end - 1] in tokenizer.special_ids or tokenizer.detokenize(ids[end - 1 : end]).strip():
-            return end
-    return 0
+def _ended(chat: MarkedTokens, tokenizer: BaseTokenizer) -> MarkedTokens:
+    """Appends the end of the document to a chat that does not end with it."""
+    last = chat.ids[_length_without_blanks(chat.ids, tokenizer) - 1]
+    if last == tokenizer.eod:
+        return chat
+    # Ends an answer that does not end with an end token itself.
+    has_loss = chat.marks[-1] and last not in tokenizer.special_ids
+    return MarkedTokens([*chat.ids, tokenizer.eod], [*chat.marks, has_loss])
+
+
+def _is_split(ids: Sequence[int], tokenizer: BaseTokenizer) -> bool:
+    """Whether a chat contains the end of a document before its end."""
+    return tokenizer.eod in ids[: _length_without_blanks(ids, tokenizer) - 1]
+
+
+def _length_without_blanks(ids: Sequence[int], tokenizer: BaseTokenizer) -> int:
+    """Returns the number of tokens up to the last one that is not blank text. Of blank text alone, returns 1."""
+    for length in range(len(ids), 1, -1):
+        if ids[length - 1] in tokenizer.special_ids or tokenizer.detokenize(ids[length - 1 : length]).strip():
+            return length
+    return 1
+
+
+def _reason_of(error: Exception) -> str:
+    if isinstance(error, DroppedChat):
+        return error.reason
+    return REJECTED if isinstance(error, ChatTemplateError) else UNREADABLE
 
 
 @functools.cache

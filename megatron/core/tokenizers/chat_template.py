@@ -149,8 +149,10 @@ class _Extents:
             if before is not None and behind.startswith(before):
                 return len(before), len(behind)
             answer: _Agreement | None = _Agreement(len(behind) - 1, len(behind), len(behind))
+        elif behind is not None:
+            answer = self._agreement(number, up_to_answer, self._variables, behind)
         else:
-            answer = None if behind is None else self._agreement(number, up_to_answer, self._variables, behind)
+            answer = self._agreement_after_question(number)
         begin = self._begin_without_prompt(number) if before is None else self._begin(number, before)
         if begin is None or answer is None or begin > answer.place:
             raise ChatTemplateError(_NOT_FOUND.format(number=number + 1))
@@ -186,15 +188,29 @@ class _Extents:
                 return None if begin < 0 else begin + len(header)
         return None
 
-    def _agreement(
-        self, anchor: int, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any], other: str
-    ) -> "_Agreement | None":
-        """Compares the text with `other`, the rendering of fewer messages, from a place within message `anchor`.
+    def _agreement_after_question(self, number: int) -> _Agreement | None:
+        """Compares the text with answer `number` for a template that requires a question before an answer."""
+        question = next((message for message in self._messages if message.get("role") == "user"), None)
+        messages = [question or {}, *self._messages[: number + 1]]
+        other = None if question is None else self._rendered(messages, self._variables)
+        return None if other is None else self._agreement(number, messages, self._variables, other, shift=1)
 
-        Returns None if the message is not found in both.
+    def _agreement(
+        self,
+        anchor: int,
+        messages: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+        other: str,
+        *,
+        shift: int = 0,
+    ) -> _Agreement | None:
+        """Compares the text with `other`, the rendering of other messages, from a place within message `anchor`.
+
+        shift: number of messages that precede the same ones in `other`. Returns None if message `anchor` is not found
+        in both.
         """
         for probed in _probed(self._messages[anchor]):
-            there = self._place(messages, anchor, probed, variables, other)
+            there = self._place(messages, anchor + shift, probed, variables, other)
             here = self._place(self._messages, anchor, probed, self._variables, self._text)
             if here is not None and there is not None:
                 common = _agreeing(self._text[here:], other[there:])

@@ -12,11 +12,13 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.text_files import RawDocument
+from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.chat_template import TemplateSources
 from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer
 from megatron.tools import preprocess_data
 from megatron.tools.generate import parse_options, read_prompt
 from megatron.tools.token_chunks import EncodedChunk, EncodeSettings, encode_chats
+from tests.unit_tests.core.tokenizers.vocabularies import write_sentencepiece, write_tiktoken
 
 SPECIAL = (
     "<|endoftext|>",
@@ -318,6 +320,11 @@ CASES = {
         of(answer("hi"), user("a"), answer("b")),
         f"{A}~hi{END}~{U}a{END}{A}~b{END}",
     ),
+    "a greeting, which the template rejects without a question": Case(
+        "{% if 'user' not in messages | map(attribute='role') %}{{ raise_exception('no user') }}{% endif %}" + QWEN3,
+        of(answer("hi"), user("a"), answer("b"), user("c"), answer("d")),
+        f"{A}~hi{END}~{U}a{END}{A}~b{END}~{U}c{END}{A}~<think>\n\n</think>\n\nd{END}",
+    ),
     "the system text within the first question": Case(
         GEMMA,
         of({"role": "system", "content": "s"}, user("a"), answer(" b"), user("c"), answer("d", trainable=0)),
@@ -393,6 +400,11 @@ def test_generation_continues_the_prompt_of_training_up_to_the_end_of_a_turn(
             "does not write the tool calls",
         ),
         (of(user("a"), answer("", tool_calls=[call({})])), "rejected by the template", "does not write the tool"),
+        (
+            of(user("a"), answer(None, function_call={"name": "f"})),
+            "rejected by the template",
+            "not write the tool calls",
+        ),
         (of(user("a"), answer(None)), "not readable", "'assistant' has no content: must be text"),
         (of(user("a"), answer("b", weight=0.3)), "not readable", "message 2 has weight 0.3: must be 0, 1"),
         (of(user("a"), answer("b", weight=0)), "without a loss because of their marks", "exclude all answers"),
@@ -408,6 +420,25 @@ def test_a_dropped_chat_has_a_reason(folders: dict[str, Path], record: dict, rea
     settings = EncodeSettings(tuple(tokenizer.items()), False, ("messages",), template)
     assert encode_chats(settings, [line], chunk=chunk) == [[], []]
     assert chunk.dropped == {reason: 1} and problem in str(chunk.bad_lines[0]) and chunk.bad_lines[0].line == 7
+
+
+def test_each_turn_has_one_end_with_tokenizers_of_other_libraries(tmp_path: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    pieces, ranks = write_sentencepiece(tmp_path / "s.model"), write_tiktoken(tmp_path / "t.json")
+    kinds = [("Llama2Tokenizer", pieces), ("SentencePieceTokenizer", pieces), ("TikTokenizer", ranks)]
+    record = of(user("the fox"), answer("the dog", weight=0), user("hello"), answer("the cat"))
+    for fields in [{"tokenizer_type": kind, "tokenizer_model": str(path)} for kind, path in kinds]:
+        tokenizer = build_tokenizer(TokenizerConfig(**fields))
+        settings = EncodeSettings(tuple(fields.items()), True, ("messages",), TemplateSources(template))
+        line = RawDocument(Path("a.jsonl"), 1, json.dumps(record).encode())
+        (ids,), (mask,) = encode_chats(settings, [line], chunk=EncodedChunk())
+        assert mask[ids == tokenizer.eod].tolist() == [0, 0, 0, 1]
+        learned = ids[mask == 1]
+        expected = [*tokenizer.tokenize_piece("the cat"), tokenizer.eod, *tokenizer.tokenize_piece("\n")]
+        assert learned.tolist() == expected
 
 
 def test_conversations_with_tools_have_a_template_of_their_own(library: Tokenizer, folders: dict[str, Path]) -> None:
