@@ -428,11 +428,12 @@ def test_each_turn_has_one_end_with_tokenizers_of_other_libraries(tmp_path: Path
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     pieces, ranks = write_sentencepiece(tmp_path / "s.model"), write_tiktoken(tmp_path / "t.json")
-    kinds = [("Llama2Tokenizer", pieces), ("SentencePieceTokenizer", pieces), ("TikTokenizer", ranks)]
+    kinds = {"Llama2Tokenizer": pieces, "SentencePieceTokenizer": pieces, "TikTokenizer": ranks}
     record = of(user("the fox"), answer("the dog", weight=0), user("hello"), answer("the cat"))
-    for fields in [{"tokenizer_type": kind, "tokenizer_model": str(path)} for kind, path in kinds]:
-        tokenizer = build_tokenizer(TokenizerConfig(**fields))
-        settings = EncodeSettings(tuple(fields.items()), True, ("messages",), TemplateSources(template))
+    for kind, path in kinds.items():
+        tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type=kind, tokenizer_model=str(path)))
+        fields = (("tokenizer_type", kind), ("tokenizer_model", str(path)))
+        settings = EncodeSettings(fields, True, ("messages",), TemplateSources(template))
         line = RawDocument(Path("a.jsonl"), 1, json.dumps(record).encode())
         (ids,), (mask,) = encode_chats(settings, [line], chunk=EncodedChunk())
         assert mask[ids == tokenizer.eod].tolist() == [0, 0, 0, 1]
