@@ -24,7 +24,8 @@ import yaml
 if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.tools.launch_scripts import Launch, Script, ScriptError, read_script
+from megatron.tools.bash_reader import Launch, ScriptError, ShellWord
+from megatron.tools.launch_scripts import Script, read_script
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.flags import Flag, FlagState, flag_table, refusal
 from megatron.training.command_line.refusals import HARMLESS
@@ -331,17 +332,31 @@ def print_translation(translation: Translation) -> None:
         print(f"# [{translation.effect.name.lower()}] {VERDICTS[translation.effect]}{because}")
     for line in (*translation.notes, *map(str, translation.changes)):
         print(f"# {line}")
-    for name, value in launch.environment.items():
-        print(f"export {name}={quoted(value)}")
+    for line in launch.outer:
+        print(line)
+    text = "\n".join(command_lines(launch))
+    print(f"{' '.join(launch.wrapper)} {shlex.quote(text)}" if launch.wrapper else text)
+
+
+def command_lines(launch: Launch) -> list[str]:
+    """Returns the shell lines of a command: variables first, the command last."""
+    exports = [f"export {name}={quoted(value)}" for name, value in launch.environment.items()]
+    # Captures may depend on the environment, and the environment on captures.
+    exports.sort(key=lambda line: any(f"${{{name}}}" in line for name in _names_of_setup(launch)))
+    first = sum(not any(f"${{{name}}}" in line for name in _names_of_setup(launch)) for line in exports)
     start = " ".join(map(quoted, (*launch.launcher, launch.program)))
-    lines = [" ".join(map(quoted, (setting.flag, *setting.words))) for setting in group_words(launch.words)]
-    print(" \\\n    ".join([start, *lines]))
+    flags = [" ".join(map(quoted, (setting.flag, *setting.words))) for setting in group_words(launch.words)]
+    return [*exports[:first], *launch.setup, *exports[first:], " \\\n    ".join([start, *flags])]
+
+
+def _names_of_setup(launch: Launch) -> list[str]:
+    return [line.partition("=")[0] for line in launch.setup]
 
 
 def quoted(word: str) -> str:
-    """Quotes a word for the shell, except that ${NAME} and $(command) remain expansions."""
-    if "$(" in word:
-        return f'"{word}"'
+    """Returns a word's shell source. Words that the script does not contain keep ${NAME} as an expansion."""
+    if isinstance(word, ShellWord):
+        return word.source
     if re.search(r"\$\{\w+\}", word):
         return '"' + re.sub(r'(["`\\])', r"\\\1", word) + '"'
     return shlex.quote(word)
@@ -415,7 +430,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     unknown = translation.launch.unknown
     printed = " ".join((*translation.launch.launcher, translation.launch.program, *translation.launch.words))
-    if lost := [one for one in unknown if f"${{{one}}}" not in printed]:
+    if lost := [one for one in sorted(translation.launch.splitting) if f"${{{one}}}" not in printed]:
         print(
             f"translate_flags: {', '.join(lost)} has no value and may contain flags, but follows a flag that is left "
             f"out: give --set {lost[0]}= if it is empty, or its value",
@@ -425,6 +440,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     notes = list(script.notes)
     if unknown:
         notes.append(f"unknown variables were left unchanged: {', '.join(unknown)}; set them with --set NAME=VALUE")
+    if assumed := [name for name in translation.launch.assumed if name not in unknown]:
+        names = ", ".join("the script's arguments" if name == "1" else name for name in assumed)
+        notes.append(f"assumed to be unset: {names}; if not, set them with --set NAME=VALUE")
     translation = with_launcher(replace(translation, notes=tuple(notes)))
     print_translation(translation)
     problems = problems_of(translation)

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.tools.launch_scripts import ScriptError, read_script
+from megatron.tools.bash_reader import ScriptError
+from megatron.tools.launch_scripts import read_script
 
 # Typical scripts of Megatron users. Together they use every shell feature that the reader supports.
 ARRAYS = """
@@ -174,7 +175,8 @@ def test_nothing_is_executed(tmp_path: Path) -> None:
     script = f"rm -f {victim}\nX=$(rm -f {victim})\n> {victim}\ntorchrun pretrain_gpt.py --lr 1 --tag $X\n"
     (launch,) = read_script(script, {}, name="run.sh").launches
     assert victim.read_text(encoding="utf-8") == "x"
-    assert launch.words == ("--lr", "1", "--tag", f"$(rm -f {victim})")
+    assert launch.words == ("--lr", "1", "--tag", "${X}")
+    assert launch.setup == (f"X=$(rm -f {victim})",)
 
 
 def test_several_commands_are_found_in_order() -> None:
@@ -230,6 +232,8 @@ LAUNCH = "torchrun pretrain_gpt.py --num-layers $N --lr ${LR:-1} ${A[@]}\n"
         "f() { N=3; return; N=4; }; f",
         "N=2; LR=5; unset LR",
         "N=2; [ $N -eq 2 ] && N=3",
+        "N=2; (( N += 1 )); let LR=N*2",
+        "N=2; LR=abc; LR=${LR^^}",
     ],
 )
 def test_values_are_those_of_bash(lines: str) -> None:
@@ -242,10 +246,13 @@ def test_values_are_those_of_bash(lines: str) -> None:
     ("lines", "construct"),
     [
         ("N=2; while read -r a; do A+=($a); done < list", "loops with a condition"),
-        ("N=2; (( N += 1 ))", "(( N += 1 )) is not followed"),
-        ("N=2; let N=N+1", "let is not followed"),
+        ("N=2; (( N += $(nproc) ))", "(( N += $(nproc) )) is not followed"),
         ("N=2; source env.sh", "source is not followed"),
-        ("N=2; LR=abc; LR=${LR^^}", "is assumed to be"),
+        ("N=2; LR=abc; LR=${LR@Q}$0", "the value of LR is not followed"),
+        ("read -r N LR < list", "read is not followed"),
+        ("printf -v N %d 2", "printf is not followed"),
+        ("N=2; declare -A A; A[x]=1", "declare -A A is not followed"),
+        ("N=2; IFS=,", "IFS is not followed"),
         ("N=2; if [ -f list ]; then N=3; fi", "is assumed to be false"),
         ("N=2; [ -d list ] && N=3", "is assumed to be false"),
     ],

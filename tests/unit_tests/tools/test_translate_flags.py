@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.tools.launch_scripts import Launch, ScriptError
+from megatron.tools.bash_reader import Launch, ScriptError
 from megatron.tools.translate_flags import (
     VERDICTS,
     Effect,
@@ -247,6 +247,6 @@ def test_a_script_that_is_not_followed_exactly_has_the_status_of_another_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     script = tmp_path / "run.sh"
-    script.write_text(f"N=1\nlet N=N+1\ntorchrun pretrain_gpt.py {' '.join([*MODEL, *RUN, *DATA])} --seed $N\n")
+    script.write_text(f"N=1\nsource env.sh\ntorchrun pretrain_gpt.py {' '.join([*MODEL, *RUN, *DATA])} --seed $N\n")
     assert main([str(script)]) == 20
-    assert "could not be evaluated, so compare its values with these: line 2: let is not" in capsys.readouterr().out
+    assert "could not be evaluated, so compare its values with these: line 2: source is not" in capsys.readouterr().out
