@@ -38,11 +38,16 @@ from megatron.tools.bash_syntax import (
 from megatron.tools.bash_values import (
     UnknownPartError,
     Value,
+    as_element,
+    counted,
+    has_lost_blanks,
+    joined,
     known,
     names_of_unknown,
     quoted_segments,
     quoted_value,
     shown,
+    unknown_part,
 )
 from megatron.tools.bash_words import OF_EACH_NODE, Expander, Segments, Shell
 
@@ -58,6 +63,8 @@ _HARMLESS = frozenset(
     uname unzip wait wc wget which zip :
     """.split()
 )
+# Those that change no file.
+_READERS = frozenset("[ cat chmod du echo false grep head ls printf stat tail test true wc :".split())
 # Commands that change only the search paths of programs.
 _ENVIRONMENTS = frozenset(("module", "ml", "conda", "mamba", "spack", "alias", "hash", "shopt", "trap", "set"))
 _SHELLS = frozenset(("bash", "sh", "dash", "zsh"))
@@ -224,22 +231,21 @@ class BashReader:
             for command in node.commands:
                 with self._subshell():
                     status = self._command(command, stdin=given)
-                given = self._echoed(command)
+                given = self._output_of(command)
         if not node.is_negated:
             return status
         # A condition that is not known counts as false, whether it is negated or not.
         return replace(status, succeeds=not status.succeeds and not (status.guess and status.is_test))
 
-    def _echoed(self, node: Node) -> str | None:
+    def _output_of(self, node: Node) -> str | None:
         """Returns the output of an echo, or None for other commands."""
         if not isinstance(node, Simple) or not node.words or not all(isinstance(word, Word) for word in node.words):
             return None
-        try:
-            texts = self.expander.texts(word for word in node.words if isinstance(word, Word))
-        except UnknownPartError:
-            return None
-        plain = texts[:1] == ["echo"] and not "".join(texts[1:2]).startswith("-")
-        return " ".join(texts[1:]) + "\n" if plain else None
+        with self._subshell():
+            try:
+                return _echoed(self.expander.elements(word for word in node.words if isinstance(word, Word)))
+            except UnknownPartError:
+                return None
 
     @contextmanager
     def _subshell(self) -> Iterator[None]:
@@ -346,12 +352,12 @@ class BashReader:
     def _for(self, node: For) -> _Status:
         try:
             if node.words is None:
-                values = self.shell.all_arguments()
+                values = counted(self.shell.all_arguments())
             else:
                 fields = [one for word in node.words for one in self.expander.fields(word)]
                 if any(not is_quoted and re.search(r"[*?\[]", text) for one in fields for text, is_quoted in one):
                     raise UnknownPartError("names of files")
-                values = ["".join(text for text, _ in one) for one in fields]
+                values = counted([as_element(one) for one in fields])
         except UnknownPartError as error:
             self._doubt(node.line, f"the loop over {node.name} is not followed: {error}")
             return _SUCCEEDS
@@ -444,11 +450,13 @@ class BashReader:
             table = dict(old) if isinstance(old, dict) else {} if old is None else {0: old}
             number = self.expander.number(node.index, node.line)
             number += max(table, default=-1) + 1 if number < 0 else 0
+            if number < 0:
+                raise UnknownPartError("a negative index")
             text = self.expander.text(node.value, hint=node.name)
             table[number] = table.get(number, "") + text if node.appends else text
             return table
         if isinstance(node.value, Word):
-            text = self.expander.text(node.value, hint=node.name)
+            text = self.expander.text(node.value, hint=f"{node.name}_PART" if node.appends else node.name)
             if not node.appends:
                 return text
             return (self.shell.text_of(node.name) if old is not None else self._outside(node.name)) + text
@@ -465,7 +473,7 @@ class BashReader:
             for segments in self.expander.fields(word):
                 if any(not is_quoted and re.search(r"[*?\[][^(]*$", text) for text, is_quoted in segments):
                     raise UnknownPartError("names of files in an array")
-                table[following] = "".join(text for text, _ in segments)
+                table[following] = as_element(segments)
                 following += 1
         return table
 
@@ -482,7 +490,7 @@ class BashReader:
             if isinstance(item, Assignment):
                 items.append(item)
                 continue
-            for text in self.expander.texts([item]):
+            for text in self.expander.elements([item]):
                 if re.match(r"[-+]\w", text) and not items:
                     options += text if text[0] == "-" else ""
                 else:
@@ -543,7 +551,7 @@ class BashReader:
             return
         names = {assignment.name for assignment in node.assignments}
         outer = {name: self.shell.variables.get(name) for name in names}
-        exported = set(self.shell.exported)
+        exported, unreadable = set(self.shell.exported), dict(self.shell.unreadable)
         for assignment in node.assignments:
             if assignment.name != "IFS":
                 self._assign(assignment)
@@ -557,6 +565,8 @@ class BashReader:
                 else:
                     self.shell.variables[name] = value
                 self.shell.unreadable.pop(name, None)
+                if name in unreadable:
+                    self.shell.unreadable[name] = unreadable[name]
             self.shell.exported &= exported | (self.shell.exported - names)
 
     def _execute(self, node: Simple, fields: list[Segments], stdin: str | None) -> _Status:
@@ -569,14 +579,14 @@ class BashReader:
             words, fields = words[1:], fields[1:]
         name = words[0]
         if name in self.shell.functions:
-            return self._call(name, words[1:], line)
+            return self._call(name, list(map(as_element, fields[1:])), line)
         if name in _BUILTINS:
-            return _BUILTINS[name](self, words, line)
+            return _BUILTINS[name](self, [name, *map(as_element, fields[1:])], line)
         if words[:2] == ["printf", "-v"]:
             return self._do_read(words, line)
         if name in ("[", "test"):
             return self._test(node, fields)
-        self._keep_file(node, words)
+        self._keep_file(node, list(map(as_element, fields)))
         if os.path.basename(name) in _HARMLESS:
             return _Status(True, f"line {line}: {name} is assumed to succeed")
         if name in _ENVIRONMENTS:
@@ -630,7 +640,7 @@ class BashReader:
     # Section: builtins, by name in _BUILTINS.
 
     def _do_eval(self, words: list[str], line: int) -> _Status:
-        text = " ".join(words[1:])
+        text = joined(words[1:])
         if names := names_of_unknown(text):
             self._note(line, f"eval: {', '.join(dict.fromkeys(names))} must not contain quotes or other shell syntax")
         return self.run_text(text, first_line=line)
@@ -668,7 +678,11 @@ class BashReader:
         if not count.isdigit():
             self._doubt(line, f"shift {shown(count)} is ignored, because {shown(count)} is not a number")
             return _SUCCEEDS
-        arguments = self.shell.all_arguments()
+        try:
+            arguments = counted(self.shell.all_arguments())
+        except UnknownPartError as error:
+            self._doubt(line, f"shift is not followed: {error}")
+            return _SUCCEEDS
         if int(count) > len(arguments):  # bash shifts all or none
             return _FAILS
         self.shell.arguments = dict(enumerate(arguments[int(count) :], start=1))
@@ -731,8 +745,11 @@ class BashReader:
         """Keeps the text that echo, cat or tee writes to a file, in case the file is run later."""
         paths = [(one.operator, one.target) for one in node.redirects if one.operator in (">", ">>", ">|")]
         body = self._document(node.redirects, node.line)
-        text = body if words == ["cat"] or words[0] == "tee" else self._echoed(node) if words[0] == "echo" else None
+        text = body if words == ["cat"] or words[0] == "tee" else _echoed(words)
         targets = [(operator, word) for operator, word in paths]
+        if words[0] in _HARMLESS and words[0] not in _READERS:
+            for word in words[1:]:
+                self.files.pop(os.path.normpath(word), None)
         if words[0] == "tee" and len(words) > 1:
             targets = [(">>" if "-a" in words else ">", Word(quoted_value(words[-1]), node.line))]
         for operator, target in targets:
@@ -772,13 +789,15 @@ class BashReader:
                     while at < len(words) and words[at].startswith("-"):
                         at += 1
                     if at < len(words):
-                        self._run_child(node, fields[:shell], words[at], words[at + 2 :], shell=fields[shell:at])
+                        rest = list(map(as_element, fields[at + 1 :]))
+                        self._run_child(node, fields[:shell], words[at], rest, shell=fields[shell:at])
                     return True
                 at += 1
             if at == len(words) or words[shell + 1 : at][-1:] == ["-s"]:
                 text = self._document(node.redirects, node.line) or stdin
                 if text is not None:
-                    self._run_child(node, fields[:shell], text, words[at:], shell=[[("bash", True)], [("-c", True)]])
+                    rest = ["bash", *map(as_element, fields[at:])]
+                    self._run_child(node, fields[:shell], text, rest, shell=[[("bash", True)], [("-c", True)]])
                     return True
                 if not node.redirects and at == len(words) and stdin is None:
                     self._doubt(node.line, f"the commands that {words[shell]} reads are not followed")
@@ -809,7 +828,7 @@ class BashReader:
 
     def _run_file(self, node: Simple, fields: list[Segments], script: int) -> None:
         words = [_text(segments) for segments in fields]
-        text, arguments = self.files[os.path.normpath(words[script])], words[script + 1 :]
+        text, arguments = self.files[os.path.normpath(words[script])], list(map(as_element, fields[script:]))
         before = fields[:script]
         if before and os.path.basename(_text(before[-1])) in _SHELLS:
             before = before[:-1]
@@ -828,7 +847,10 @@ class BashReader:
     def _run_child(
         self, node: Simple, before: list[Segments], text: str, arguments: Sequence[str], *, shell: list[Segments]
     ) -> None:
-        """Follows a text in a new shell, which has only exported variables. before: words that start the shell."""
+        """Follows a text in a new shell, which has only exported variables.
+
+        before: words that start the shell. arguments: $0 and the positional parameters.
+        """
         outer, line = self.shell, node.line
         is_remote = any(os.path.basename(_text(segments)) in _REMOTE for segments in before)
         wrapper = tuple(quoted_segments(segments) for segments in [*before, *shell]) if before else ()
@@ -844,7 +866,7 @@ class BashReader:
             outer,
             variables={**variables, **outer.given},
             exported=set() if is_remote else set(outer.exported),
-            arguments=dict(enumerate(arguments, start=1)),
+            arguments=dict(enumerate(arguments[1:], start=1)),
             has_arguments=True,
             hidden=outer.hidden | (set(outer.variables) - set(variables)),
             functions={},
@@ -877,11 +899,18 @@ class BashReader:
             outside = self._environment(self.parents[-1][0])
             values = {name: value for name, value in values.items() if outside.get(name) != value}
         doubts = list(self.doubts)
+        if any(map(has_lost_blanks, fields)):
+            doubts.append(f"line {node.line}: blanks in unknown values are not followed")
         # The translator replaces the path of pretrain_gpt.py.
         needed = [word for word in words if word is not words[program] or not word.endswith("pretrain_gpt.py")]
         used = self._used([*needed, *values.values()])
         captured = [self.shell.captures[name] for name in used if name in self.shell.captures]
         doubts += [doubt for capture in captured for doubt in capture.doubts]
+        before = {**(outside if self.parents else {}), **values}
+        reads = [name for capture in captured for name in capture.reads]
+        for name in [*used, *reads]:
+            if name in before and before[name] != unknown_part(name):
+                doubts.append(f"line {node.line}: {name} has another value before the script sets it")
         lines: dict[int, list[str]] = {0: [], 1: []}
         for capture in captured:
             lines[min(capture.level, 1)] += [f"{capture.name}={capture.source}"] if capture.source else []
@@ -1057,6 +1086,12 @@ def _unary(operator: str, operand: str, shell: Shell) -> bool:
 
 def _text(segments: Segments) -> str:
     return "".join(text for text, _ in segments)
+
+
+def _echoed(words: Sequence[str]) -> str | None:
+    """Returns the output of a plain echo, or None for other commands."""
+    plain = words[:1] == ["echo"] and not "".join(words[1:2]).startswith("-")
+    return joined(words[1:]) + "\n" if plain else None
 
 
 def _alone(text: str) -> list[str]:

@@ -3,17 +3,19 @@
 bash_words.py expands words to such values.
 
 [Note: unknown parts] A value is a str. An unknown part, such as the output of a command, is a name between two marks,
-which no script contains. Operations that would depend on an unknown part raise UnknownPartError.
+which no script contains. Operations that would depend on an unknown part raise UnknownPartError. The first mark tells
+how bash has split the part: not yet; into several or no elements of an array (a list part); or into elements that were
+joined again by blanks (a joined part). A list part remains outside quotes in source text, also in "${A[@]}".
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
-_BEGIN, _END = "\ue000", "\ue001"
-UNKNOWN_PART = re.compile(f"{_BEGIN}([^{_END}]*){_END}")
+_BEGIN, _LIST, _JOINED, _END = "\ue000", "\ue001", "\ue002", "\ue003"
+UNKNOWN_PART = re.compile(f"[{_BEGIN}{_LIST}{_JOINED}]([^{_END}]*){_END}")
 _CLASSES = {
     "alpha": "a-zA-Z",
     "digit": "0-9",
@@ -37,7 +39,7 @@ def unknown_part(name: str) -> str:
 
 def has_marks(text: str) -> bool:
     """Returns whether a text contains the marks, which scripts must not."""
-    return _BEGIN in text or _END in text
+    return re.search(f"[{_BEGIN}-{_END}]", text) is not None
 
 
 def names_of_unknown(text: str) -> list[str]:
@@ -52,14 +54,37 @@ def shown(text: str) -> str:
 
 def known(text: str) -> str:
     """Returns `text`. Raises UnknownPartError if a part is unknown."""
-    if _BEGIN in text:
-        raise UnknownPartError(f"{', '.join(names_of_unknown(text))} is not known")
+    if names := names_of_unknown(text):
+        raise UnknownPartError(f"{', '.join(names)} is not known")
     return text
+
+
+def as_element(segments: list[tuple[str, bool]]) -> str:
+    """Returns an argument as an element of an array, in which parts outside quotes become list parts."""
+    return "".join(text if is_quoted else re.sub(f"[{_BEGIN}{_JOINED}]", _LIST, text) for text, is_quoted in segments)
+
+
+def joined(values: Iterable[str]) -> str:
+    """Joins elements by blanks."""
+    return " ".join(values).replace(_LIST, _JOINED)
+
+
+def counted(values: list[str]) -> list[str]:
+    """Returns elements whose number is needed. Raises UnknownPartError if a list part makes it unknown."""
+    for value in values:
+        if _LIST in value:
+            raise UnknownPartError(f"the number of words in {', '.join(names_of_unknown(value))} is not known")
+    return values
+
+
+def has_lost_blanks(segments: list[tuple[str, bool]]) -> bool:
+    """Returns whether a joined part is in quotes, so that the blanks inside it would differ from bash's."""
+    return any(is_quoted and _JOINED in text for text, is_quoted in segments)
 
 
 def quoted_value(text: str) -> str:
     """Returns source text for which bash yields this value as one word."""
-    if _BEGIN not in text:
+    if not has_marks(text):
         return shlex.quote(text)
     return '"' + UNKNOWN_PART.sub(r"${\1}", re.sub(r'(["`\\$])', r"\\\1", text)) + '"'
 
@@ -67,19 +92,22 @@ def quoted_value(text: str) -> str:
 def quoted_segments(segments: list[tuple[str, bool]]) -> str:
     """Returns source text of a word. segments: text, and whether its unknown parts and patterns were in quotes."""
     text = "".join(text for text, _ in segments)
-    if all(is_quoted or _BEGIN not in part for part, is_quoted in segments):
+    if _LIST not in text and all(is_quoted or not has_marks(part) for part, is_quoted in segments):
         globs = any(not is_quoted and re.search(r"[*?\[]", part) for part, is_quoted in segments)
-        if not globs or "(" in text or text.startswith("-") or _BEGIN in text:
+        if not globs or "(" in text or text.startswith("-") or has_marks(text):
             return quoted_value(text)
         return "".join(shlex.quote(part) if is_quoted else _escaped(part) for part, is_quoted in segments if part)
     result = ""
     for part, is_quoted in segments:
-        for index, piece in enumerate(UNKNOWN_PART.split(part)):
-            if index % 2:
-                result += f'"${{{piece}}}"' if is_quoted else f"${{{piece}}}"
-            elif piece:
-                result += shlex.quote(piece)
-    return result
+        at = 0
+        for match in [*UNKNOWN_PART.finditer(part), None]:
+            end = len(part) if match is None else match.start()
+            result += shlex.quote(part[at:end]) if end > at else ""
+            if match is not None:
+                is_split = not is_quoted or match[0][0] == _LIST
+                result += f"${{{match[1]}}}" if is_split else f'"${{{match[1]}}}"'
+                at = match.end()
+    return result or "''"
 
 
 def _escaped(text: str) -> str:

@@ -27,11 +27,15 @@ from megatron.tools.bash_values import (
     Calculator,
     UnknownPartError,
     Value,
+    as_element,
     brace_words,
+    counted,
     cut,
     has_marks,
+    joined,
     known,
     names_of_unknown,
+    quoted_segments,
     quoted_value,
     regex_of_pattern,
     replaced,
@@ -57,7 +61,8 @@ _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\033", 
 class Capture:
     """An unknown part. source: text that yields it, or None if it cannot be translated. uses: parts in the source.
 
-    level: number of wrappers, such as `srun bash -c`, around the place. doubts: reasons, each with its line.
+    level: number of wrappers, such as `srun bash -c`, around the place. doubts: reasons, each with its line. reads:
+    other words of the source, which may be variables of the environment.
     """
 
     name: str
@@ -65,6 +70,7 @@ class Capture:
     uses: tuple[str, ...]
     level: int
     doubts: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -109,6 +115,7 @@ class Shell:
         if name in self.unreadable:
             raise UnknownPartError(self.unreadable[name])
         if name.isdigit() and name != "0":
+            counted(list(self.arguments.values()))
             value: Value | None = self.arguments.get(int(name))
             return "" if value is None and self.has_arguments else value
         if name in self.hidden and name not in self.variables:
@@ -138,9 +145,11 @@ class Shell:
                 return self.capture(name if name != "$" else "PID", f'"${{{name}}}"')
             if name in _OF_THE_SCRIPT:
                 raise UnknownPartError(f"${name} is not known here")
+            if name in self.captures:
+                raise UnknownPartError(f"the value that {name} had before the script set it is not known")
             self.outside.add(name)
             return unknown_part(name)
-        return value.get(0, "") if isinstance(value, dict) else value
+        return "".join(counted([value.get(0, "")])) if isinstance(value, dict) else value
 
     def all_arguments(self) -> list[str]:
         """Returns $@."""
@@ -148,13 +157,20 @@ class Shell:
             self.assumed["1"] = None
         return [self.arguments[number] for number in sorted(self.arguments)]
 
-    def capture(self, name: str, source: str | None, uses: Iterable[str] = (), doubts: Iterable[str] = ()) -> str:
+    def capture(
+        self,
+        name: str,
+        source: str | None,
+        uses: Iterable[str] = (),
+        doubts: Iterable[str] = (),
+        reads: Iterable[str] = (),
+    ) -> str:
         """Registers an unknown part, and returns it as a value."""
         unique, number = name, 1
         while unique in self.captures or unique in self.outside or (number > 1 and unique in self.variables):
             number += 1
             unique = f"{name}_{number}"
-        self.captures[unique] = Capture(unique, source, tuple(uses), self.level, tuple(doubts))
+        self.captures[unique] = Capture(unique, source, tuple(uses), self.level, tuple(doubts), tuple(reads))
         return unknown_part(unique)
 
     def is_empty(self, text: str) -> bool:
@@ -189,13 +205,19 @@ class Expander:
             result += _split(self._pieces(text, word.line))
         return result
 
-    def texts(self, words: Iterable[Word]) -> list[str]:
-        """Returns the arguments that words yield."""
-        return [_text(segments) for word in words for segments in self.fields(word)]
+    def elements(self, words: Iterable[Word]) -> list[str]:
+        """Returns the arguments that words yield, as elements of an array."""
+        return [as_element(segments) for word in words for segments in self.fields(word)]
 
     def text(self, word: Word, *, hint: str | None = None) -> str:
         """Returns a value without splitting, as in an assignment."""
-        outer, self.hint = self.hint, hint or self.hint
+        outer = self.hint
+        if hint is not None:
+            # The capture of the whole value may have the variable's name, that of a part may not.
+            begin = word.text[:1] == '"'
+            inner = word.text[begin : len(word.text) - begin]
+            is_whole = inner[:1] in "$`" and inner and end_of_expansion(inner, 0, is_quoted=begin) == len(inner)
+            self.hint = hint if is_whole else f"{hint}_PART"
         try:
             return _joined(self._pieces(word.text, word.line))
         finally:
@@ -297,6 +319,8 @@ class Expander:
             match = _PARAMETER.fullmatch(inner)
             if match is None or match["name"] in ("@", "*") or match["index"] in ("[@]", "[*]"):
                 raise
+            if not match["rest"] and not match["mark"] and match["index"] is None:
+                raise
             if re.match(":?[=?]", match["rest"]) or match["name"] in _OF_THE_SCRIPT or match["name"] in unreadable:
                 raise
             return [Piece(self._capture(text, f'"{text}"'), is_quoted, is_expanded=not is_quoted)]
@@ -311,7 +335,8 @@ class Expander:
         except BashSyntaxError as error:
             raise UnknownPartError(str(error)) from None
         try:
-            output = self._printed(commands)
+            shell = replace(self.shell, variables=dict(self.shell.variables))
+            output = Expander(shell)._printed(commands)
         except UnknownPartError:
             output = None
         return self._capture(inner, f"$({inner})") if output is None else output.rstrip("\n")
@@ -328,7 +353,7 @@ class Expander:
             return None
         if not all(isinstance(word, Word) for word in command.words):
             return None
-        words = self.texts(word for word in command.words if isinstance(word, Word))
+        words = self.elements(word for word in command.words if isinstance(word, Word))
         if words == ["cat"] and [one.operator for one in command.redirects] in (["<<"], ["<<-"]):
             document = command.redirects[0]
             body = document.body or ""
@@ -337,7 +362,7 @@ class Expander:
             return None
         name, *rest = words
         if name == "echo" and not any(word.startswith("-") for word in rest[:1]):
-            return " ".join(rest)
+            return joined(rest)
         if 1 <= len(rest) <= {"basename": 2, "dirname": 1}.get(name, 0) and not rest[0].startswith("-"):
             return _path_part(name, [known(word) for word in rest])
         if name == "seq" and 1 <= len(rest) <= 3 and all(re.fullmatch(r"-?[1-9]\d*|0", known(word)) for word in rest):
@@ -366,26 +391,27 @@ class Expander:
             values = list(value.values()) if isinstance(value, dict) else [value]
             uses += [use for one in values for use in names_of_unknown(one)]
             if isinstance(value, dict):
-                prefix += f"{name}=({' '.join(f'[{key}]={quoted_value(one)}' for key, one in value.items())}); "
+                prefix += f"{name}=({' '.join(_element_source(key, one, value) for key, one in value.items())}); "
             elif value != unknown_part(name):
                 prefix += f"{'export ' if name in shell.exported else ''}{name}={quoted_value(value)}; "
         if re.search(r"\$\{?[#@*1-9]", text) and (shell.has_arguments or shell.arguments):
             arguments = shell.all_arguments()
             uses += [use for one in arguments for use in names_of_unknown(one)]
-            prefix += f"set -- {' '.join(map(quoted_value, arguments))}; "
+            prefix += f"set -- {' '.join(quoted_segments([(one, True)]) for one in arguments)}; "
         if prefix:
             body = source[2:-1].lstrip() if source.startswith("$(") else f"printf %s {source}"
             newline = "\n" if "\n" in body else ""
             source = f"$({prefix}{newline}{body})"
         source = UNKNOWN_PART.sub(r"${\1}", source)
-        return shell.capture(self.hint, source, uses)
+        reads = [name for name in names if shell.look_up(name) is None]
+        return shell.capture(self.hint, source, uses, reads=reads)
 
     # Section: parameters.
 
     def _parameter(self, inner: str, line: int, *, is_quoted: bool) -> list[Piece]:
         shell = self.shell
         if inner in ("#", "#@", "#*"):
-            return [Piece(str(len(shell.all_arguments())), is_quoted, is_expanded=not is_quoted)]
+            return [Piece(str(len(counted(shell.all_arguments()))), is_quoted, is_expanded=not is_quoted)]
         match = _PARAMETER.fullmatch(inner)
         if match is None:
             raise UnknownPartError(f"${{{inner}}}")
@@ -424,6 +450,7 @@ class Expander:
             raise UnknownPartError(f"{name} is not known")
         number = self.number(index, line)
         values = held if isinstance(held, dict) else {0: held}
+        counted(list(values.values()))
         return values.get(number if number >= 0 else max(values, default=-1) + 1 + number, "")
 
     def _elements(self, match: re.Match[str], line: int, *, is_quoted: bool) -> list[Piece]:
@@ -441,18 +468,20 @@ class Expander:
             keys = sorted(table)
             values = [table[key] for key in keys]
         if match["mark"] == "#" and not rest:
-            return [Piece(str(len(values)), is_quoted)]
+            return [Piece(str(len(counted(values))), is_quoted)]
         if match["mark"] == "!":
+            counted(values)
             if rest or name in ("@", "*"):
                 raise UnknownPartError(f"${{{match[0]}}}")
             values = [str(key) for key in keys]
         default = re.fullmatch(r"(:?)([-+])(.*)", rest, re.DOTALL)
         if default is not None:
-            is_set = bool(values) and not (default[1] and len(values) == 1 and shell.is_empty(values[0]))
+            is_set = bool(counted(values)) and not (default[1] and len(values) == 1 and shell.is_empty(values[0]))
             if is_set == (default[2] == "+"):
                 return self._default(default[3], line, is_quoted=is_quoted)
             values = values if default[2] == "-" else []
         elif rest.startswith(":"):
+            counted(values)
             offset, _, length = rest[1:].partition(":")
             if name in ("@", "*"):
                 keys, values = [0, *keys], ["", *values]  # $0 precedes the first argument
@@ -470,7 +499,7 @@ class Expander:
         elif rest:
             values = [self._changed(value, rest, line) for value in values]
         if is_joined and is_quoted:
-            return [Piece(" ".join(values), is_quoted=True)]
+            return [Piece(joined(values), is_quoted=True)]
         pieces = []
         for number, value in enumerate(values):
             if number:
@@ -548,12 +577,8 @@ class Expander:
         return self.pattern(Word(text, line))
 
 
-def _text(segments: Segments) -> str:
-    return "".join(text for text, _ in segments)
-
-
 def _joined(pieces: Sequence[Piece]) -> str:
-    return "".join(" " if piece.ends else piece.text for piece in pieces)
+    return joined(["".join(" " if piece.ends else piece.text for piece in pieces)])
 
 
 def _split(pieces: Sequence[Piece]) -> list[Segments]:
@@ -574,7 +599,18 @@ def _split(pieces: Sequence[Piece]) -> list[Segments]:
                     current = None
                 if part:
                     current = [*(current or []), (part, False)]
-    return fields if current is None else [*fields, current]
+    fields += [] if current is None else [current]
+    for segments in fields:
+        if len(segments) > 1:
+            # Text before or after an element that may be several words or none.
+            counted([text for text, is_quoted in segments if is_quoted])
+    return fields
+
+
+def _element_source(key: int, text: str, values: Mapping[int, str]) -> str:
+    """Returns the source of an element of NAME=(...). Several list parts have no numbers."""
+    source = quoted_segments([(text, True)])
+    return source if list(values) == list(range(len(values))) else f"[{key}]={source}"
 
 
 def _end_of_part(text: str, at: int) -> int:
