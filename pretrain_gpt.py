@@ -37,6 +37,7 @@ def get_batch(data_iterator: Iterator[dict[str, torch.Tensor]] | None, device: t
     """Returns the next microbatch on `device`: tokens, labels, position_ids [B, S] int64, loss_mask [B, S] fp32.
 
     With --reset-attention-mask, also returns attention_mask [B, 1, S, S] bool, or cu_seqlens [n + 1] int32 on the CPU.
+    Data with padding has padding_mask [B, S] bool.
     With --context-parallel-size, returns this rank's part of each sequence. Returns {} on stages that read no batches.
     """
     if data_iterator is None:
@@ -75,6 +76,7 @@ def forward_step(
         batch.get("attention_mask"),
         labels=batch.get("labels"),
         loss_mask=batch.get("loss_mask"),
+        padding_mask=batch.get("padding_mask"),
         packed_seq_params=None if borders is None else PackedSeqParams(cu_seqlens_q=borders),
     )
     return losses, partial(loss_func, batch.get("loss_mask", torch.empty(0)))

@@ -34,6 +34,7 @@ from megatron.core.datasets.indexed_dataset import (
     get_idx_path,
     loss_mask_prefix,
 )
+from megatron.core.datasets.padding import padding_mask_prefix
 from megatron.core.datasets.text_files import INPUT_HELP, check_tables, find_text_files, has_keys
 from megatron.core.files import file_crc32
 from megatron.core.tokenizers import TokenizerConfig
@@ -124,10 +125,15 @@ class Summary:
 
 @dataclass(frozen=True)
 class Chat:
-    """A tokenized chat. tokens and mask: [L] integers; the mask is 1 for tokens in the loss."""
+    """A tokenized chat, or several packed ones.
+
+    tokens and mask: [L] integers; the mask is 1 for tokens in the loss. num_padding: number of padding tokens at the
+    end.
+    """
 
     tokens: np.ndarray
     mask: np.ndarray
+    num_padding: int = 0
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -268,14 +274,14 @@ def preprocess(options: argparse.Namespace, settings: EncodeSettings) -> Summary
         )
         if summary.num_documents == 0:
             raise ValueError(nothing_found(summary, options))
-        part = "0"
+        part, names = "0", settings.names
         if options.partitions > 1 or options.pack_length:
             part = "merged"
-            merge(space, settings, options=options, summary=summary)
+            names = merge(space, settings, options=options, summary=summary)
         check_dropped(summary, options)
-        outputs = {name: f"{options.output_prefix}_{name}" for name in settings.names}
-        stale = [loss_mask_prefix(path) for path in outputs.values()]
-        # Loss masks first, because without masks all tokens would count in the loss.
+        outputs = {name: f"{options.output_prefix}_{name}" for name in names}
+        stale = [mask_of(path) for path in outputs.values() for mask_of in (loss_mask_prefix, padding_mask_prefix)]
+        # Masks first, because without masks all tokens would count in the loss.
         publish(
             [(space.prefix(part, name), path) for name, path in reversed(outputs.items())],
             stale=[path for path in stale if path not in outputs.values()],
@@ -356,12 +362,20 @@ def encode_pieces(
     return summary
 
 
-def merge(space: Workspace, settings: EncodeSettings, *, options: argparse.Namespace, summary: Summary) -> None:
-    """Merges the .bin/.idx pairs of all partitions into the pair "merged", and packs chats if requested."""
+def merge(
+    space: Workspace, settings: EncodeSettings, *, options: argparse.Namespace, summary: Summary
+) -> tuple[str, ...]:
+    """Merges the .bin/.idx pairs of all partitions into the pair "merged", and packs chats if requested.
+
+    Returns the names of the outputs, which include the padding masks of packed chats if there is any padding.
+    """
+    names, dtypes = settings.names, settings.dtypes
+    if options.pack_length is not None:
+        names, dtypes = (*names, padding_mask_prefix(names[0])), (*dtypes, np.uint8)
     with ExitStack() as stack:
         builders = {
             name: stack.enter_context(IndexedDatasetBuilder(get_bin_path(space.prefix("merged", name)), dtype=dtype))
-            for name, dtype in zip(settings.names, settings.dtypes)
+            for name, dtype in zip(names, dtypes)
         }
         if options.pack_length is not None:
             chats = stored_chats(space, settings.names, count=options.partitions)
@@ -372,6 +386,7 @@ def merge(space: Workspace, settings: EncodeSettings, *, options: argparse.Names
                     builder.add_index(space.prefix(str(number), name))
         for name, builder in builders.items():
             builder.finalize(get_idx_path(space.prefix("merged", name)))
+    return names if summary.counts.get("filling") else settings.names
 
 
 def pack(
@@ -382,16 +397,18 @@ def pack(
     settings: EncodeSettings,
     summary: Summary,
 ) -> None:
-    """Packs chats into documents, adds them to the builders of tokens and masks, and updates `summary`."""
+    """Packs chats into documents, adds them to the builders of tokens and of both masks, and updates `summary`."""
     tokenizer = tokenizer_for(settings.tokenizer)
     fill = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
     counts: Counter[str] = Counter()
-    tokens, masks = builders
+    tokens, masks, padding_masks = builders
     summary.num_documents = summary.counts["with a loss"] = 0
     chats = (_ending_at(chat, tokenizer.eod) for chat in chats)
     for document in packed(chats, length=length, fill=fill, counts=counts):
         tokens.add_concatenated(document.tokens, [length])
         masks.add_concatenated(document.mask, [length])
+        is_padding = np.arange(length) >= length - document.num_padding
+        padding_masks.add_concatenated(is_padding.astype(np.uint8), [length])
         summary.num_documents += 1
         summary.counts["with a loss"] += int(document.mask.sum())
     if summary.num_documents == 0:
@@ -471,7 +488,7 @@ def _joined(chats: list[Chat], length: int, *, fill: int, counts: Counter[str]) 
         begin, end = end, end + len(chat.tokens)
         tokens[begin:end], mask[begin:end] = chat.tokens, chat.mask
     counts["filling"] += length - end
-    return Chat(tokens, mask)
+    return Chat(tokens, mask, num_padding=length - end)
 
 
 @contextmanager

@@ -217,7 +217,8 @@ def _tokens(run: RunLog, seq_length: Any) -> str | None:
     samples = _finite(run, "consumed_samples")
     if not samples.size or not isinstance(seq_length, int):
         return None
-    return _large(int(samples[-1]) * seq_length)
+    padding = _finite(run, "consumed_padding_tokens")
+    return _large(int(samples[-1]) * seq_length - (int(padding[-1]) if padding.size else 0))
 
 
 def _duration(run: RunLog) -> str | None:

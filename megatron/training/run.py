@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from megatron.core.datasets.data_order import SplitSizes
+from megatron.core.datasets.padding import PaddingCount
 from megatron.core.dist_checkpointing import PendingSave, StagingMemory
 from megatron.core.num_microbatches_calculator import NumMicroBatches, update_num_microbatches
 from megatron.core.optimizer import MegatronOptimizer
@@ -151,9 +152,13 @@ class TrainingRun:
         is_due = self.is_due(self.training.eval_interval) and self.state.evaluated_iteration < self.state.iteration
         return is_due and self.state.iteration >= (self.training.start_eval_at_iter or 0)
 
-    def count_step(self, *, updated: bool, nan: bool) -> None:
-        """Advances the counters by one training step. updated, nan: whether it updated weights, or had a NaN loss."""
+    def count_step(self, *, updated: bool, nan: bool, padding: PaddingCount) -> None:
+        """Advances the counters by one training step.
+
+        updated, nan: whether it updated weights, or had a NaN loss. padding: padding of its global batch.
+        """
         self.count_iteration()
+        self.state.consumed_padding += padding
         self.state.skipped_iterations += not updated
         self.state.nan_iterations += nan
 

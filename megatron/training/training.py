@@ -156,7 +156,13 @@ def pretrain(
         # Runs after an error has been sent to the other ranks, because finishing a pending save takes a while.
         afterwards.callback(run.saves.abandon)
         setup_data(run, script.datasets_provider, num_workers=args.num_workers)
-        run.callbacks.on_train_start(RunStart(iteration=run.state.iteration, train_iters=run.train_iters))
+        run.callbacks.on_train_start(
+            RunStart(
+                iteration=run.state.iteration,
+                train_iters=run.train_iters,
+                consumed_padding=run.state.consumed_padding,
+            )
+        )
         try:
             reason = None if run.training.skip_train else train(run)
             if reason is not ExitReason.SIGNAL and evaluate_validation(run, final=True):
@@ -305,7 +311,7 @@ def run_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         updated, grad_norm, num_zeros, max_attention_logit = False, math.nan, None, None
     if updated:
         run.scheduler.step(increment=batch_size)
-    run.count_step(updated=updated, nan=statistics.nan)
+    run.count_step(updated=updated, nan=statistics.nan, padding=statistics.padding)
 
     report = StepReport(
         iteration=run.state.iteration,
@@ -317,7 +323,9 @@ def run_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         loss_scale=float(loss_scale),
         global_batch_size=batch_size,
         consumed_samples=run.state.consumed_train_samples,
-        tokens=batch_size * run.args.seq_length,
+        tokens=batch_size * run.args.seq_length - statistics.padding.tokens,
+        padding=statistics.padding,
+        consumed_padding=run.state.consumed_padding,
         seconds=time.perf_counter() - start,
         skipped=not updated,
         nan=statistics.nan,

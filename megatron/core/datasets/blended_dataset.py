@@ -8,6 +8,7 @@ from torch.utils.data import Dataset
 
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig
 from megatron.core.datasets.data_order import BlendOrder, SplitOrder, blend_indices
+from megatron.core.datasets.padding import marks_padding
 
 
 class BlendedDataset(Dataset[dict[str, Any]]):
@@ -46,6 +47,11 @@ class BlendedDataset(Dataset[dict[str, Any]]):
     def dataset_index(self) -> np.ndarray:
         """Dataset number of each sample: [size], int16, read-only."""
         return self._dataset_index
+
+    @property
+    def has_padding_mask(self) -> bool:
+        """Whether samples contain a padding_mask."""
+        return any(marks_padding(dataset) for dataset in self.datasets)
 
     def __len__(self) -> int:
         return len(self._dataset_index)

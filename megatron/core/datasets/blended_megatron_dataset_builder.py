@@ -81,7 +81,10 @@ class BlendedMegatronDatasetBuilder:
             with all_ranks_agree(self.group):
                 if is_my_turn and self.is_built_on_rank():
                     datasets = self._build_splits()
-        self._require_same_loss_masks(datasets)
+        self._require_same_masks(datasets)
+        for whole in datasets:
+            if isinstance(whole, BlendedDataset):
+                _mark_padding_in_all(whole)
         return datasets
 
     @staticmethod
@@ -102,21 +105,26 @@ class BlendedMegatronDatasetBuilder:
                     built = cls(*args)
         return built
 
-    def _require_same_loss_masks(self, datasets: Datasets) -> None:
-        """Raises DataError on every rank if loss masks are missing on some ranks. Training would not detect this."""
-        parts = [part for whole in datasets for part in _parts(whole)]
-        mine = [part.has_loss_mask for part in parts if isinstance(part, GPTDataset)]
-        found: list[list[bool]] = [mine]
+    def _require_same_masks(self, datasets: Datasets) -> None:
+        """Raises DataError on every rank if masks are missing on some ranks. Training would not detect this."""
+        parts = [part for whole in datasets for part in _parts(whole) if isinstance(part, GPTDataset)]
+        mine = {
+            "loss": [part.has_loss_mask for part in parts],
+            "padding": [part.has_padding_mask for part in parts],
+        }
+        found = [mine]
         if dist.is_initialized():
-            found = [[]] * dist.get_world_size(self.group)
+            found = [mine] * dist.get_world_size(self.group)
             dist.all_gather_object(found, mine, group=self.group)
-        built = [masks for masks in found if masks]
-        without = [rank for rank, masks in enumerate(found) if masks and masks != [any(some) for some in zip(*built)]]
-        if without:
-            raise DataError(
-                f"ranks {', '.join(map(str, without))} found no loss masks, but other ranks did: "
-                "PREFIX_loss_mask.bin and .idx must be next to the data on every node, or on none"
-            )
+        for kind in mine:
+            built = [masks[kind] for masks in found if masks[kind]]
+            anywhere = [any(some) for some in zip(*built)]
+            without = [rank for rank, masks in enumerate(found) if masks[kind] and masks[kind] != anywhere]
+            if without:
+                raise DataError(
+                    f"ranks {', '.join(map(str, without))} found no {kind} masks, but other ranks did: "
+                    f"PREFIX_{kind}_mask.bin and .idx must be next to the data on every node, or on none"
+                )
 
     def _build_splits(self) -> Datasets:
         if self.config.blend_per_split is not None:
@@ -294,6 +302,14 @@ class _OrderedSet:
                 self._split, self._sources[number], num_samples=num_samples, seed=self._seed, planned=planned
             )
         return self._built[key]
+
+
+def _mark_padding_in_all(blend: BlendedDataset) -> None:
+    """Adds padding masks to all samples of a blend if some of its data has them, because batches must be uniform."""
+    parts = [part for part in blend.datasets if isinstance(part, GPTDataset)]
+    if any(part.has_padding_mask for part in parts):
+        for part in parts:
+            part.add_empty_padding_mask()
 
 
 def _parts(whole: GPTDataset | BlendedDataset | list[GPTDataset] | None) -> Sequence[Any]:

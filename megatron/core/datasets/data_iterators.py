@@ -25,6 +25,7 @@ from megatron.core.datasets.data_order import DataOrder, SplitOrder
 from megatron.core.datasets.document_borders import document_masks, join_cumulative_lengths
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.datasets.indexed_dataset import DataError
+from megatron.core.datasets.padding import PADDING_MASK, marks_padding
 from megatron.core.datasets.utils import Split
 from megatron.core.group_collectives import all_ranks_agree
 
@@ -75,13 +76,14 @@ class DataIterator(Iterator[Batch]):
 
     Yields dicts with tokens, labels, position_ids: [B, S], int64, and loss_mask: [B, S], float32. Datasets with
     reset_attention_mask add cu_seqlens: [n + 1], int32, the borders of documents within the B * S tokens of the batch,
-    row by row. With plan.create_attention_mask they add attention_mask: [B, 1, S, S], bool, instead.
+    row by row. With plan.create_attention_mask they add attention_mask: [B, 1, S, S], bool, instead. If has_padding_mask,
+    every batch contains padding_mask: [B, S], bool; see [Note: padding is not data] in padding.py.
 
     Batch k depends only on the dataset, `consumed_samples` and the rank, not on workers or on earlier reads. Reading
     does not use global random generators. Worker processes start at the first `next` and end at `close`. full_passes:
     reads complete passes over the dataset, each with plan.full_rounds(dataset) batches, instead of a continuous
-    sequence of samples. Samples that pad the last round have a loss_mask of 0. order: the order of the dataset's
-    samples in the run; None means that sample 0 of the run is its first.
+    sequence of samples. Samples that pad the last round have a loss_mask of 0 and are marked as padding. order: the
+    order of the dataset's samples in the run; None means that sample 0 of the run is its first.
     """
 
     def __init__(
@@ -95,8 +97,10 @@ class DataIterator(Iterator[Batch]):
     ) -> None:
         num_workers = min(plan.num_workers, _num_cores())
         prepare_worker = _PrepareWorker()
+        samples = _Samples(dataset, padded_by=plan.samples_per_round if full_passes else 1)
+        self.has_padding_mask = samples.has_padding_mask
         self._loader = DataLoader(
-            _Samples(dataset),
+            samples,
             batch_sampler=_full_pass_sampler(dataset, plan)
             if full_passes
             else _sampler(dataset, plan, consumed_samples=consumed_samples, order=order),
@@ -363,25 +367,40 @@ class _Samples(Dataset[Batch]):
     If a worker raised the error, DataLoader would convert it to the text of a traceback, which hides the message.
     """
 
-    def __init__(self, dataset: Dataset[Batch]) -> None:
+    def __init__(self, dataset: Dataset[Batch], *, padded_by: int = 1) -> None:
+        """padded_by: number of samples of which a whole multiple is read; samples after the last one are padding."""
         self.dataset = dataset
         self._size: int = len(dataset)  # type: ignore[arg-type]
+        # All batches of an iterator have the same keys, because they may be inputs of captured graphs.
+        self._is_padded = self._size % padded_by > 0
+        self.has_padding_mask = self._is_padded or marks_padding(dataset)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Batch] | Exception:
         try:
-            return [self.dataset[index] if index < self._size else self._padding() for index in indices]
+            return [self._sample(index) if index < self._size else self._padding() for index in indices]
         except (DataError, OSError) as error:
             return error
 
+    def _sample(self, index: int) -> Batch:
+        sample = self.dataset[index]
+        if self._is_padded and PADDING_MASK not in sample and "loss_mask" in sample:
+            sample = {**sample, PADDING_MASK: _filled(sample["loss_mask"], False)}
+        return sample
+
     def _padding(self) -> Batch:
-        """Returns a sample with a loss_mask of 0, which pads the last round of a full pass."""
+        """Returns a sample of padding with a loss_mask of 0, which fills the last round of a full pass."""
         sample = self.dataset[self._size - 1]
         if "loss_mask" not in sample:
             raise DataError(
                 f"--full-validation pads a validation set of {self._size} samples to whole micro-batches, but its "
                 "samples have no loss_mask to mark padding: add a loss_mask, or use a set whose size is divisible"
             )
-        return {**sample, "loss_mask": torch.zeros_like(torch.as_tensor(sample["loss_mask"]))}
+        loss_mask = torch.as_tensor(sample["loss_mask"])
+        return {**sample, "loss_mask": torch.zeros_like(loss_mask), PADDING_MASK: _filled(loss_mask, True)}
+
+
+def _filled(like: torch.Tensor, value: bool) -> torch.Tensor:
+    return torch.full_like(torch.as_tensor(like), value, dtype=torch.bool)
 
 
 def _num_cores() -> int:

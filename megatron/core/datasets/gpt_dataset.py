@@ -1,6 +1,7 @@
 """GPT datasets: fixed-length samples for next-token training, read from indexed documents. Uses gpt_indices.py."""
 
 import os
+import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,6 +31,12 @@ from megatron.core.datasets.indexed_dataset import (
     open_loss_mask,
 )
 from megatron.core.datasets.megatron_dataset import MegatronDataset
+from megatron.core.datasets.padding import (
+    check_padding_mask,
+    exclude_padding,
+    open_padding_mask,
+    padding_mask_prefix,
+)
 from megatron.core.datasets.utils import Split
 
 # Documents, and tokens per document, that are checked at startup to detect data from a different tokenizer. Training
@@ -111,7 +118,8 @@ class GPTDataset(MegatronDataset):
     Each item contains tokens, labels (the next tokens) and position_ids: [S], int64, and loss_mask: [S], float32. With
     create_attention_mask it also contains attention_mask: [1, S, S], bool, where True means masked out. Otherwise, with
     reset_attention_mask, it contains cu_seqlens: [n + 1], int32. If the pair PREFIX_loss_mask.bin/.idx exists, it
-    selects the targets that contribute to the loss; otherwise all targets do.
+    selects the targets that contribute to the loss; otherwise all targets do. If the pair PREFIX_padding_mask.bin/.idx
+    exists, items contain padding_mask: [S], bool, where True means padding, which has no loss.
 
     num_samples: None means one epoch. len() may be slightly larger. config.planned_samples fixes the order of a resumed
     run (see [Note: appended epochs] in gpt_indices.py). Indices are cached on disk. Raises ValueError if the documents
@@ -137,6 +145,9 @@ class GPTDataset(MegatronDataset):
         # Without a tokenizer no option uses eod, and no token is negative.
         self._eod = -1 if config.tokenizer is None else config.tokenizer.eod
         self._learned = open_loss_mask(dataset_path, indexed_dataset.sequence_lengths, mmap=config.mmap_bin_files)
+        self._padding = open_padding_mask(dataset_path, indexed_dataset.sequence_lengths, mmap=config.mmap_bin_files)
+        self._adds_empty_mask = False
+        self._warn_of_unmarked_padding()
         self._check_enough_text()
         self._probe_vocabulary()
         self._cache = self._index_cache()
@@ -195,6 +206,15 @@ class GPTDataset(MegatronDataset):
         """Whether loss masks exist for the data."""
         return self._learned is not None
 
+    @property
+    def has_padding_mask(self) -> bool:
+        """Whether items contain a padding_mask."""
+        return self._padding is not None or self._adds_empty_mask
+
+    def add_empty_padding_mask(self) -> None:
+        """Adds a padding_mask without padding to later items if the data has none, as for blends with other data."""
+        self._adds_empty_mask = True
+
     def __getitem__(self, idx: int) -> dict[str, torch.Tensor]:
         """Returns a dict with tokens, labels, position_ids: [S], int64; loss_mask: [S], float32; see the class."""
         text = self.sample_tokens(idx)
@@ -211,9 +231,19 @@ class GPTDataset(MegatronDataset):
             item["loss_mask"] = torch.from_numpy(learned)
         if self.config.eod_mask_loss:
             item["loss_mask"][item["tokens"] == self._eod] = 0.0
+        if self.has_padding_mask:
+            exclude_padding(item, self._padding_of(idx))
         if self.config.reset_position_ids or self.config.reset_attention_mask or self.config.create_attention_mask:
             item |= self._border_items(text[:-1])
         return item
+
+    def _padding_of(self, idx: int) -> np.ndarray:
+        """Returns which of the tokens of sample `idx` are padding: [S + 1], bool."""
+        if self._padding is None:
+            return np.zeros(self.config.sequence_length + 1, dtype=np.bool_)
+        mask = self._read(self._padding, idx, dtype=np.uint8)
+        check_padding_mask(mask, self._where)
+        return mask.astype(np.bool_)
 
     def sample_tokens(self, idx: int) -> np.ndarray:
         """Returns the S tokens of sample `idx` and the token that follows: [S + 1], int64."""
@@ -272,6 +302,24 @@ class GPTDataset(MegatronDataset):
         for document in self.indices[::step]:
             length = min(int(self.dataset.sequence_lengths[document]), _PROBED_TOKENS)
             self._check_vocabulary(np.asarray(self.dataset.get(int(document), 0, length), dtype=np.int64))
+
+    def _warn_of_unmarked_padding(self) -> None:
+        """Warns about packed documents without a padding mask, as written by older versions of preprocess_data.py."""
+        if self._learned is None or self._padding is not None:
+            return
+        for document in self.indices[:: max(1, len(self.indices) // _PROBED_DOCUMENTS)].tolist():
+            end = int(self.dataset.sequence_lengths[document]) - 2
+            if end < 0 or np.asarray(self._learned.get(document, end, 2)).any():
+                continue
+            last = np.asarray(self.dataset.get(document, end, 2))
+            if last[0] == last[1]:
+                warnings.warn(
+                    f"{self._where}: document {document} ends with equal tokens without a loss, which look like "
+                    f"padding, but {padding_mask_prefix(str(self.dataset_path))}.bin and .idx do not exist: routers "
+                    "and reports count these tokens as data; run preprocess_data.py again to mark padding",
+                    stacklevel=2,
+                )
+                return
 
     def _check_vocabulary(self, tokens: np.ndarray) -> None:
         # As unsigned integers, negative tokens become large, so one comparison detects both kinds of invalid tokens.

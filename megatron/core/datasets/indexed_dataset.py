@@ -378,12 +378,21 @@ def open_loss_mask(path_prefix: str | None, lengths: np.ndarray, *, mmap: bool) 
     """
     if path_prefix is None:
         return None
-    prefix = loss_mask_prefix(path_prefix)
+    return open_token_mask(loss_mask_prefix(path_prefix), path_prefix, lengths, mmap=mmap, kind="loss masks")
+
+
+def open_token_mask(
+    prefix: str, path_prefix: str, lengths: np.ndarray, *, mmap: bool, kind: str
+) -> IndexedDataset | None:
+    """Opens the pair at `prefix` with one uint8 for each token of `path_prefix`, or returns None if there is none.
+
+    kind: name of the masks in errors. lengths and errors: as for open_loss_mask.
+    """
     if not (os.path.exists(get_bin_path(prefix)) or os.path.exists(get_idx_path(prefix))):
         return None
     masks = IndexedDataset(prefix, mmap=mmap)
     if masks.index.dtype is not np.uint8:
-        raise DataError(f"{prefix}.idx contains {np.dtype(masks.index.dtype).name}: loss masks must be uint8, 0 or 1")
+        raise DataError(f"{prefix}.idx contains {np.dtype(masks.index.dtype).name}: {kind} must be uint8, 0 or 1")
     if len(masks) != len(lengths):
         raise DataError(f"{prefix}.idx has {len(masks)} documents: must have {len(lengths)}, like {path_prefix}.idx")
     different = np.flatnonzero(masks.sequence_lengths != lengths)

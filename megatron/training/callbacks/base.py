@@ -9,6 +9,8 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.core.datasets.padding import PaddingCount
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankTimes:
@@ -95,7 +97,8 @@ class StepReport:
     max_attention_logit: largest scaled attention score over layers, heads and ranks. is_last: whether the run ends with
     this step. stash: usage of expert buffers, at log lines and at the last step. routing: maps a layer number to the
     tokens per expert of each microbatch and rank of a stage, [M, R, E], int64, on the first rank only. Ranks that share
-    experts are adjacent. held: bytes allocated on the ranks, by kind (see meters/memory.py). notes: additional console
+    experts are adjacent. tokens: tokens of the step without padding. padding, consumed_padding: padding of the step's
+    samples, and of all consumed samples. held: bytes allocated on the ranks, by kind (see meters/memory.py). notes: additional console
     lines, printed after the step's line.
     """
 
@@ -129,6 +132,8 @@ class StepReport:
     straggler: dict[str, Any] | None = None
     is_last: bool = False
     notes: tuple[str, ...] = ()
+    padding: PaddingCount = PaddingCount()
+    consumed_padding: PaddingCount = PaddingCount()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,10 +158,11 @@ class EvaluationReport:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStart:
-    """The first and the last iteration of a run."""
+    """The first and the last iteration of a run. consumed_padding: padding of the samples consumed before it."""
 
     iteration: int
     train_iters: int
+    consumed_padding: PaddingCount = PaddingCount()
 
 
 class Callback:

@@ -21,12 +21,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from megatron.core.datasets.padding import PaddingCount
 from megatron.core.device import default_device, device_name
 from megatron.core.files import replaced_file
 from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
 from megatron.training.callbacks.lines import LineFile
 from megatron.training.command_line.yaml_config import config_values
-from megatron.training.compute.flops import num_floating_point_operations
+from megatron.training.compute.flops import num_floating_point_operations, num_operations_of_samples
 
 
 class RunFile(Callback):
@@ -135,6 +136,9 @@ class JsonlLog(Callback):
             known["rank_times"] = asdict(report.rank_times)
         if report.stash is not None:
             known["stash"] = asdict(report.stash)
+        if report.consumed_padding.tokens:
+            known["padding_tokens"] = report.padding.tokens
+            known["consumed_padding_tokens"] = report.consumed_padding.tokens
         self._write(
             {
                 "iteration": report.iteration,
@@ -237,9 +241,7 @@ class ProgressFile(Callback):
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self.path = folder / "progress.txt"
         self.num_devices = dist.get_world_size()
-        self._flops_per_sample = num_floating_point_operations(args, 1)
-        self._samples = 0
-        self._seq_length = args.seq_length
+        self._samples, self._padding = 0, PaddingCount()
         self._args = args
         self._job = self._stretch = Stretch(datetime.now(), 0.0)
         self._file: LineFile | None = None
@@ -249,24 +251,24 @@ class ProgressFile(Callback):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = LineFile(self.path)
         # The checkpoint, if any, is already loaded.
-        self._samples = self._args.consumed_train_samples
-        self._job = Stretch(datetime.now(), self._samples * self._flops_per_sample)
+        self._samples, self._padding = self._args.consumed_train_samples, start.consumed_padding
+        self._job = Stretch(datetime.now(), self._flops)
         self._append("Starting job")
         self._stretch = last_stretch(self.path.read_text(encoding="utf-8"), self.num_devices) or self._job
 
     def on_step_end(self, report: StepReport) -> None:
-        """Records the number of consumed samples."""
-        self._samples = report.consumed_samples
+        """Records the number of consumed samples, and their padding."""
+        self._samples, self._padding = report.consumed_samples, report.consumed_padding
 
     def on_save(self, iteration: int) -> None:
         """Writes a line with the throughput, operations and tokens up to the checkpoint."""
-        flops = self._samples * self._flops_per_sample
+        flops, tokens = self._flops, self._samples * self._args.seq_length - self._padding.tokens
         self._append(
             f"Saved checkpoint\tIteration: {iteration}\t"
             f"Job throughput: {self._tflops(flops, self._job):.1f} TFLOP/s/GPU\t"
             f"Cumulative throughput: {self._tflops(flops, self._stretch):.1f} TFLOP/s/GPU\t"
             f"Floating-point operations: {flops:.2e}\t"
-            f"Tokens (in billions): {self._samples * self._seq_length / 1e9:.2f}"
+            f"Tokens (in billions): {tokens / 1e9:.2f}"
         )
 
     def on_run_end(self) -> None:
@@ -274,6 +276,10 @@ class ProgressFile(Callback):
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    @property
+    def _flops(self) -> float:
+        return num_operations_of_samples(self._args, self._samples, self._padding)
 
     def _tflops(self, flops: float, since: Stretch) -> float:
         seconds = max((datetime.now() - since.start).total_seconds(), 1e-6)

@@ -7,6 +7,7 @@ import dataclasses
 from typing import Any
 
 from megatron.core.datasets.data_order import DataOrder, data_order_from_json, data_order_to_json
+from megatron.core.datasets.padding import PaddingCount
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 
 
@@ -18,8 +19,9 @@ class TrainState:
     skipped_iterations: steps without an update (loss-scale overflow), since step 0. nan_iterations: steps with a
     non-finite loss. evaluated_iteration: step after which the validation split was last evaluated. learned_sizes: sizes
     to which the run has grown expert buffers and pages. num_floating_point_operations_so_far: counted by scripts with a
-    custom training loop. recent_losses: losses with which loss spikes are detected. data_order: the order of the data;
-    None before the datasets are built, and in checkpoints without it.
+    custom training loop. recent_losses: losses with which loss spikes are detected. consumed_padding: padding of the
+    samples that training steps have read; 0 for steps before a checkpoint without it. data_order: the order of the
+    data; None before the datasets are built, and in checkpoints without it.
     """
 
     iteration: int = 0
@@ -31,6 +33,7 @@ class TrainState:
     num_floating_point_operations_so_far: float = 0.0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
     learned_sizes: LearnedSizes = LearnedSizes()
+    consumed_padding: PaddingCount = PaddingCount()
     data_order: DataOrder | None = None
 
     def state_dict(self) -> dict[str, Any]:
@@ -38,6 +41,7 @@ class TrainState:
         return {
             **vars(self),
             "learned_sizes": self.learned_sizes.to_json(),
+            "consumed_padding": dataclasses.asdict(self.consumed_padding),
             "data_order": data_order_to_json(self.data_order),
         }
 
@@ -54,6 +58,8 @@ class TrainState:
                     restored[field.name] = LearnedSizes.from_json(value)
                 elif field.name == "data_order":
                     restored[field.name] = data_order_from_json(value)
+                elif field.name == "consumed_padding":
+                    restored[field.name] = _padding(field.name, value)
                 elif field.name == "recent_losses":
                     restored[field.name] = _list_of_numbers(field.name, value)
                 elif field.name == "num_floating_point_operations_so_far":
@@ -73,6 +79,12 @@ def _count(name: str, value: Any) -> int:
         raise ValueError(f"train_state.{name} is {value!r:.80}: must be an integer, 0 or more")
     found: int = value
     return found
+
+
+def _padding(name: str, value: Any) -> PaddingCount:
+    if not isinstance(value, dict) or value.keys() != {"tokens", "squares"} or not all(map(is_count, value.values())):
+        raise ValueError(f"train_state.{name} is {value!r:.80}: must contain the numbers tokens and squares, 0 or more")
+    return PaddingCount(**value)
 
 
 def _list_of_numbers(name: str, value: Any) -> list[float]:

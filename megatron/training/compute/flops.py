@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.datasets.padding import PaddingCount
 from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.moe_config import layers_with_experts
@@ -54,6 +55,17 @@ def num_floating_point_operations(
     if total_real_tokens_in_batch is not None:
         tokens = total_real_tokens_in_batch
     return float(_FLOPS_PER_MULTIPLY_ADD * (tokens * passes * products + scored * _PASSES * scores))
+
+
+def num_operations_of_samples(args: argparse.Namespace, num_samples: int, padding: PaddingCount) -> float:
+    """Returns the operations of forward and backward over samples of --seq-length, without those for padding tokens."""
+    length = args.seq_length
+    return num_floating_point_operations(
+        args,
+        num_samples,
+        seqlen_squared_sum_in_batch=num_samples * length * length - padding.squares,
+        total_real_tokens_in_batch=num_samples * length - padding.tokens,
+    )
 
 
 def _score_products(args: argparse.Namespace) -> int:

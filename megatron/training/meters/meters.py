@@ -22,7 +22,7 @@ from megatron.core.parallel_state import get_process_groups
 from megatron.core.timers import Timers, format_times
 from megatron.training.callbacks import RankTimes, StepReport
 from megatron.training.compute.devices import peak_bf16_tflops
-from megatron.training.compute.flops import num_floating_point_operations
+from megatron.training.compute.flops import num_operations_of_samples
 from megatron.training.config import LoggingConfig
 from megatron.training.meters.memory import HeldMemoryMeter, MemoryMeter
 from megatron.training.meters.overlap import OverlapMeter
@@ -102,13 +102,13 @@ class ThroughputMeter:
     """Measures operations per second of one device, and their share of its peak (MFU) if the peak is known."""
 
     def __init__(self, args: argparse.Namespace, name: str, *, world_size: int) -> None:
-        # Linear in the batch size, which may grow during a run.
-        self._tflop_per_sample = num_floating_point_operations(args, 1) / 1e12 / world_size
+        self._args, self._world_size = args, world_size
         self._peak = peak_bf16_tflops(name)
 
     def measure(self, report: StepReport) -> StepReport:
         """Sets tflops and mfu."""
-        tflops = self._tflop_per_sample * report.global_batch_size / report.seconds
+        operations = num_operations_of_samples(self._args, report.global_batch_size, report.padding)
+        tflops = operations / 1e12 / self._world_size / report.seconds
         return replace(report, tflops=tflops, mfu=None if self._peak is None else tflops / self._peak)
 
 

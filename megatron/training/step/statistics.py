@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.datasets.padding import PaddingCount
 from megatron.core.device import default_device
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.process_groups_config import group_size
@@ -63,7 +64,7 @@ class StepStatistics:
 
     exit_reason: None to continue. overflow: if it occurred, all other fields are meaningless. per_layer: maps a name to
     values by layer number, from 1. expert_load: maps a layer number to the tokens per expert of this step over all
-    ranks. per_layer and expert_load are None unless requested.
+    ranks. per_layer and expert_load are None unless requested. padding: padding of the global batch.
     """
 
     losses: dict[str, float]
@@ -71,6 +72,7 @@ class StepStatistics:
     overflow: Overflow = Overflow()
     per_layer: dict[str, dict[int, float]] | None = None
     expert_load: dict[int, list[int]] | None = None
+    padding: PaddingCount = PaddingCount()
 
     @property
     def nan(self) -> bool:
@@ -121,17 +123,23 @@ class StatisticsExchange:
         exit_reasons: Sequence[bool],
         overflow_flags: torch.Tensor | None = None,
         with_load: bool = False,
+        padding: PaddingCount = PaddingCount(),
     ) -> StepStatistics:
         """Reduces the statistics of a training step, and clears the losses that the model's layers recorded.
 
         reports: as for total_reports, fp32. overflow_flags: as for reduce_sync, [2], fp64. with_load: whether to add
-        the experts' loads, as --moe-per-layer-logging does; equal on all ranks. Collective. NOTE: reads the device, see
-        reduce_sync.
+        the experts' loads, as --moe-per-layer-logging does; equal on all ranks. padding: as for reduce_sync.
+        Collective. NOTE: reads the device, see reduce_sync.
         """
         auxiliary, layers = _take_auxiliary_losses(model, with_load=with_load)
         totals = {**total_reports(reports), **auxiliary}
         return self.reduce_sync(
-            totals, optional=auxiliary.keys(), exit_reasons=exit_reasons, layers=layers, overflow_flags=overflow_flags
+            totals,
+            optional=auxiliary.keys(),
+            exit_reasons=exit_reasons,
+            layers=layers,
+            overflow_flags=overflow_flags,
+            padding=padding,
         )
 
     @trace_range("StatisticsExchange.reduce_sync")
@@ -143,6 +151,7 @@ class StatisticsExchange:
         exit_reasons: Sequence[bool] = (),
         layers: LayerTotals | None = None,
         overflow_flags: torch.Tensor | None = None,
+        padding: PaddingCount = PaddingCount(),
     ) -> StepStatistics:
         """Sums `totals`, [2] fp64 each, over all ranks and reads the result. Collective.
 
@@ -153,7 +162,8 @@ class StatisticsExchange:
         optional: names that are omitted from the result if they cover no token, because the model does not have these
         losses (a model without experts has no z-loss). exit_reasons: whether each of LOCAL_REASONS holds on this rank.
         layers: records of each layer, if requested. overflow_flags: [2], fp64, on the device, in the order of Overflow,
-        1 if this rank overflowed; None on all ranks if nothing can overflow.
+        1 if this rank overflowed; None on all ranks if nothing can overflow. padding: of the samples that only this
+        rank counts.
 
         NOTE: reads the device. A step reads the device here for all losses together, for the gradient norm
         (clip_grads.py), for the agreement of the collective scheduler (iteration.py) and, unless the check for NaN is
@@ -165,11 +175,12 @@ class StatisticsExchange:
         if layers is not None:
             # Exact up to 2^53 tokens.
             extras += [layers.losses.flatten(), layers.tokens_per_expert.flatten().double()]
-        values = self._sum_sync(totals, required, exit_reasons=exit_reasons, extras=extras)
+        known = [*exit_reasons, padding.tokens, padding.squares]
+        values = self._sum_sync(totals, required, known=known, extras=extras)
         if values[0] > 0:
             self._learn_names(totals)
-            values = self._sum_sync(totals, required, exit_reasons=exit_reasons, extras=extras)
-        num_names, marks = len(self._names), 1 + len(exit_reasons)
+            values = self._sum_sync(totals, required, known=known, extras=extras)
+        num_names, marks = len(self._names), 1 + len(known)
         num_requiring, pairs = values[marks : marks + num_names], values[marks + num_names : marks + 3 * num_names]
         rest = values[marks + 3 * num_names :]
         losses = {
@@ -177,31 +188,32 @@ class StatisticsExchange:
             for name, total, count, requiring in zip(self._names, pairs[0::2], pairs[1::2], num_requiring)
             if count > 0 or requiring > 0
         }
-        reasons = [reason for reason, count in zip(LOCAL_REASONS, values[1:marks]) if count > 0]
+        reasons = [reason for reason, count in zip(LOCAL_REASONS, values[1 : 1 + len(exit_reasons)]) if count > 0]
         exit_reason = reasons[0] if reasons else None
+        padding = PaddingCount(*map(int, values[1 + len(exit_reasons) : marks]))
         overflow = Overflow()
         if overflow_flags is not None:
             overflow, rest = Overflow(int(rest[0]), int(rest[1])), rest[2:]
         if layers is None:
-            return StepStatistics(losses, exit_reason, overflow)
-        return StepStatistics(losses, exit_reason, overflow, *_layer_figures(layers, rest))
+            return StepStatistics(losses, exit_reason, overflow, padding=padding)
+        return StepStatistics(losses, exit_reason, overflow, *_layer_figures(layers, rest), padding=padding)
 
     def _sum_sync(
         self,
         totals: Totals,
         required: Collection[str],
         *,
-        exit_reasons: Sequence[bool],
+        known: Sequence[bool | int],
         extras: Sequence[torch.Tensor],
     ) -> list[float]:
         """All-reduces one vector over all ranks and returns its elements, fp64.
 
-        The elements are, in this order: the number of ranks with a new name, the number of ranks with each exit reason,
-        the number of ranks that require each name, sum and count of each name, and the extras.
+        The elements are, in this order: the number of ranks with a new name, the values known to the host, the number
+        of ranks that require each name, sum and count of each name, and the extras.
         """
         device = next(iter(totals.values())).device if totals else default_device()
         has_new = any(name not in self._names for name in totals)
-        marks = [has_new, *exit_reasons, *(name in required for name in self._names)]
+        marks = [has_new, *known, *(name in required for name in self._names)]
         parts = [torch.tensor(marks, dtype=torch.float64, device=device)]
         absent = parts[0].new_zeros(2)
         parts += [totals.get(name, absent) for name in self._names]

@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 from megatron.core.datasets.indexed_dataset import DataError
+from megatron.core.datasets.padding import PADDING_MASK, PaddingCount, count_padding_sync, marks_padding
 from megatron.core.device.torch_internals import tree_map
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.graphs.capture import CaptureFailedError
@@ -132,6 +133,8 @@ class StepRunner:
         ExpertOverflowError on all ranks. NOTE: reads the device, see StatisticsExchange.
         """
 
+        counted = None if iterator is None else CountedBatches(iterator, must_mark_padding=self._has_later_experts)
+
         def reduce(reports: Reports, overflow_flags: torch.Tensor | None) -> StepStatistics:
             # Read after each attempt, because a signal may arrive during a discarded attempt.
             reasons = exit_reasons()
@@ -139,11 +142,12 @@ class StepRunner:
                 reports,
                 self.model,
                 exit_reasons=reasons,
+                padding=counted.padding if counted is not None and self._reads_first else PaddingCount(),
                 overflow_flags=overflow_flags,
                 with_load=iteration % self.args.log_interval == 0,
             )
 
-        return self._run_sync(iterator, reduce, num_microbatches=num_microbatches, iteration=iteration)
+        return self._run_sync(counted, reduce, num_microbatches=num_microbatches, iteration=iteration)
 
     def update_sync(self) -> tuple[bool, float, float | None]:
         """Finalizes gradients and updates parameters after train_sync. Collective.
@@ -307,14 +311,29 @@ class StepRunner:
                 collect_non_loss_data=collect_non_loss_data,
             )
 
+    @property
+    def _has_experts(self) -> bool:
+        return self.args.num_experts is not None
+
+    @property
+    def _has_later_experts(self) -> bool:
+        """Whether experts are in chunks that read no batches by default."""
+        return self._has_experts and group_size(self.groups.pp) * len(self.model) > 2
+
+    @property
+    def _reads_first(self) -> bool:
+        """Whether this rank is the first of the ranks that read the same batches."""
+        return all(group_rank(group) == 0 for group in (self.groups.pp, self.groups.tp, self.groups.cp))
+
     def _chunk_iterators(self, iterator: Iterator[Any] | None) -> list[Iterator[Any] | None]:
         """Returns an iterator over the same batches for each chunk, or None for a chunk that reads no batches.
 
         The first and the last chunk of the pipeline read batches, for tokens and labels.
         """
         stage, last, num_chunks = group_rank(self.groups.pp), group_size(self.groups.pp) - 1, len(self.model)
-        # Attention in other chunks uses masks and document boundaries. Reading them is cheaper than receiving them.
-        everywhere = self.args.reset_attention_mask
+        # Attention in other chunks uses masks and document boundaries, and routers use padding masks. Reading them is
+        # cheaper than receiving them.
+        everywhere = self.args.reset_attention_mask or (self._has_experts and marks_padding(iterator))
         readers = [
             chunk
             for chunk in range(num_chunks)
@@ -337,6 +356,30 @@ def _error_if_data_ends(num_microbatches: int) -> Iterator[None]:
             f"the data ended within a step of {num_microbatches} micro-batches: the dataset provider's iterators "
             "must supply enough data for --train-iters and --eval-iters"
         ) from error
+
+
+class CountedBatches(Iterator[Any]):
+    """Iterates over `source` and counts the padding of its batches.
+
+    must_mark_padding: raises ValueError for a padding_mask of a source without has_padding_mask, because the stages that
+    read no batches would not receive it.
+    """
+
+    def __init__(self, source: Iterator[Any], *, must_mark_padding: bool = False) -> None:
+        self._source = source
+        self._must_mark_padding = must_mark_padding
+        self.has_padding_mask = marks_padding(source)
+        self.padding = PaddingCount()
+
+    def __next__(self) -> Any:
+        batch = next(self._source)
+        if self._must_mark_padding and not self.has_padding_mask and isinstance(batch, dict) and PADDING_MASK in batch:
+            raise ValueError(
+                "batches contain padding_mask, but has_padding_mask of their data set or iterator is not True: set it, "
+                "because all pipeline stages must read the mask for their routers"
+            )
+        self.padding += count_padding_sync(batch)
+        return batch
 
 
 class _StepStart:
@@ -365,6 +408,7 @@ class RetryBatches(Iterator[Any]):
 
     def __init__(self, source: Iterator[Any]) -> None:
         self._source = source
+        self.has_padding_mask = marks_padding(source)
         # Each with the generators' state after the read, if the read drew random numbers.
         self._kept: list[tuple[Any, RngState | None]] = []
         self._num_read = 0
