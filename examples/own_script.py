@@ -92,22 +92,25 @@ def forward_step(data_iterator: Iterator[dict[str, Tensor]] | None, model: nn.Mo
     """
     batch = get_batch(data_iterator, next(model.parameters()).device)
     logits = model(batch.get("tokens"), batch.get("position_ids"), None)
-    return logits, partial(smoothed_loss, batch.get("labels", torch.empty(0)))
+    return logits, partial(smoothed_loss, batch.get("labels", torch.empty(0)), batch.get("loss_mask", torch.empty(0)))
 
 
-def smoothed_loss(labels: Tensor, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the mean loss, [], fp32, and the values to log.
+def smoothed_loss(labels: Tensor, loss_mask: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Returns the sum of the losses, [], fp32, the number of tokens in it, [], fp32, and (sum, count) pairs to log.
 
-    labels: [B, S], int64. logits: [B, S, V], any float dtype. If sequences are split over context-parallel ranks, the
-    loss is this rank's part of their mean.
+    labels: [B, S], int64. loss_mask: [B, S], fp32, 0 for tokens without a loss, such as prompts and padding. logits:
+    [B, S, V], any float dtype.
     """
     vocabulary = get_tokenizer().vocab_size  # without the padding columns
-    flat = logits[..., :vocabulary].flatten(0, 1).float()
-    loss = F.cross_entropy(flat, labels.flatten(), label_smoothing=get_args().label_smoothing)
+    flat, labels, mask = logits[..., :vocabulary].flatten(0, 1).float(), labels.flatten(), loss_mask.flatten()
+    num_tokens = mask.sum()
+    losses = F.cross_entropy(flat, labels, label_smoothing=get_args().label_smoothing, reduction="none")
     with torch.no_grad():
-        plain = F.cross_entropy(flat, labels.flatten())
-        accuracy = (flat.argmax(dim=-1) == labels.flatten()).float().mean()
-    return loss / get_args().context_parallel_size, {"lm loss": plain, "accuracy": accuracy}
+        plain = F.cross_entropy(flat, labels, reduction="none")
+        is_right = (flat.argmax(dim=-1) == labels).float()
+        logged = {"lm loss": plain, "accuracy": is_right}
+        report = {name: torch.stack([(values * mask).sum(), num_tokens]) for name, values in logged.items()}
+    return (losses * mask).sum(), num_tokens, report
 
 
 class BestAccuracy(Callback):

@@ -102,10 +102,11 @@ def model_provider(pre_process=True, post_process=True, vp_stage: int | None = N
 def get_batch(data_iterator, vp_stage=None):
     """Reads a microbatch and returns the part of it that this rank computes."""
     if not is_first_or_last_pipeline_stage(vp_stage):
-        return None, None, None, None, None
+        return None, None, None, None, None, None
     batch = get_batch_on_this_tp_rank(data_iterator)
     batch = get_batch_on_this_cp_rank(batch)
-    return batch["tokens"], batch["labels"], batch["loss_mask"], batch["attention_mask"], batch["position_ids"]
+    masks = batch["loss_mask"], batch["attention_mask"], batch.get("padding_mask")
+    return batch["tokens"], batch["labels"], *masks, batch["position_ids"]
 
 
 def loss_func(loss_mask: torch.Tensor, output_tensor: torch.Tensor, **flags: Any):
@@ -145,10 +146,12 @@ def forward_step(data_iterator: Iterator | None, model: GPTModel):
     timers("batch-generator", log_level=2).start()
     with stimer(bdata=True):
         vp_stage = get_attr_wrapped_model(model, "vp_stage")
-        tokens, labels, loss_mask, attention_mask, position_ids = get_batch(data_iterator, vp_stage)
+        tokens, labels, loss_mask, attention_mask, padding_mask, position_ids = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
     with stimer:
-        output_tensor = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+        output_tensor = model(
+            tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, padding_mask=padding_mask
+        )
     return output_tensor, partial(loss_func, loss_mask)
 
 

@@ -76,8 +76,8 @@ class DataIterator(Iterator[Batch]):
 
     Yields dicts with tokens, labels, position_ids: [B, S], int64, and loss_mask: [B, S], float32. Datasets with
     reset_attention_mask add cu_seqlens: [n + 1], int32, the borders of documents within the B * S tokens of the batch,
-    row by row. With plan.create_attention_mask they add attention_mask: [B, 1, S, S], bool, instead. If has_padding_mask,
-    every batch contains padding_mask: [B, S], bool; see [Note: padding is not data] in padding.py.
+    row by row. With plan.create_attention_mask they add attention_mask: [B, 1, S, S], bool, instead. If
+    has_padding_mask, every batch contains padding_mask: [B, S], bool; see [Note: padding is not data] in padding.py.
 
     Batch k depends only on the dataset, `consumed_samples` and the rank, not on workers or on earlier reads. Reading
     does not use global random generators. Worker processes start at the first `next` and end at `close`. full_passes:

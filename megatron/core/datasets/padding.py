@@ -86,6 +86,9 @@ class PaddingCount:
         return PaddingCount(self.tokens + other.tokens, self.squares + other.squares)
 
 
+NO_PADDING = PaddingCount()
+
+
 def count_padding_sync(batch: Any) -> PaddingCount:
     """Counts the padding of a batch of whole samples. NOTE: reads the device if the script's mask is not on the CPU.
 
@@ -93,7 +96,7 @@ def count_padding_sync(batch: Any) -> PaddingCount:
     """
     mask = batch.get(PADDING_MASK) if isinstance(batch, dict) else None
     if mask is None:
-        return PaddingCount()
+        return NO_PADDING
     length = mask.shape[-1]
     padded = mask.sum(dim=-1).reshape(-1).tolist()
     return PaddingCount(sum(padded), sum(length * length - (length - one) ** 2 for one in padded))

@@ -22,8 +22,8 @@ class FutureToken:
     """The token at a fixed distance ahead of each token, with its position, label and loss weight.
 
     tokens, positions, labels: [B, S], int64. weights: [B, S], fp32, weight of the label's loss; 0 if the label does not
-    exist or belongs to a different document. padding: [B, S], bool, True where either of the two tokens is padding;
-    None without padding.
+    exist or belongs to a different document, and on padding. padding: [B, S], bool, True where either of the two tokens
+    is padding; None without padding.
     """
 
     tokens: Tensor
@@ -60,6 +60,7 @@ class FutureTokens:
         padding = self.padding_mask
         if padding is not None:
             padding = padding | self._at(self._with_following(padding), distance)
+            weights = weights.masked_fill(padding, 0)
         return FutureToken(tokens, positions, labels.clamp(min=0), weights, padding)
 
     @cached_property

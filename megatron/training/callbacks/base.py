@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.core.datasets.padding import PaddingCount
+from megatron.core.datasets.padding import NO_PADDING, PaddingCount
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +98,8 @@ class StepReport:
     this step. stash: usage of expert buffers, at log lines and at the last step. routing: maps a layer number to the
     tokens per expert of each microbatch and rank of a stage, [M, R, E], int64, on the first rank only. Ranks that share
     experts are adjacent. tokens: tokens of the step without padding. padding, consumed_padding: padding of the step's
-    samples, and of all consumed samples. held: bytes allocated on the ranks, by kind (see meters/memory.py). notes: additional console
-    lines, printed after the step's line.
+    samples, and of all consumed samples. held: bytes allocated on the ranks, by kind (see meters/memory.py). notes:
+    additional console lines, printed after the step's line.
     """
 
     iteration: int
@@ -132,8 +132,8 @@ class StepReport:
     straggler: dict[str, Any] | None = None
     is_last: bool = False
     notes: tuple[str, ...] = ()
-    padding: PaddingCount = PaddingCount()
-    consumed_padding: PaddingCount = PaddingCount()
+    padding: PaddingCount = NO_PADDING
+    consumed_padding: PaddingCount = NO_PADDING
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +162,7 @@ class RunStart:
 
     iteration: int
     train_iters: int
-    consumed_padding: PaddingCount = PaddingCount()
+    consumed_padding: PaddingCount = NO_PADDING
 
 
 class Callback:

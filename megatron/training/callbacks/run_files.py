@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.core.datasets.padding import PaddingCount
+from megatron.core.datasets.padding import NO_PADDING
 from megatron.core.device import default_device, device_name
 from megatron.core.files import replaced_file
 from megatron.training.callbacks.base import Callback, EvaluationReport, RunStart, StepReport
@@ -241,7 +241,7 @@ class ProgressFile(Callback):
     def __init__(self, folder: Path, args: argparse.Namespace) -> None:
         self.path = folder / "progress.txt"
         self.num_devices = dist.get_world_size()
-        self._samples, self._padding = 0, PaddingCount()
+        self._samples, self._padding = 0, NO_PADDING
         self._args = args
         self._job = self._stretch = Stretch(datetime.now(), 0.0)
         self._file: LineFile | None = None

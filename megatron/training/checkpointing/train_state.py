@@ -7,7 +7,7 @@ import dataclasses
 from typing import Any
 
 from megatron.core.datasets.data_order import DataOrder, data_order_from_json, data_order_to_json
-from megatron.core.datasets.padding import PaddingCount
+from megatron.core.datasets.padding import NO_PADDING, PaddingCount
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 
 
@@ -33,7 +33,7 @@ class TrainState:
     num_floating_point_operations_so_far: float = 0.0
     recent_losses: list[float] = dataclasses.field(default_factory=list)
     learned_sizes: LearnedSizes = LearnedSizes()
-    consumed_padding: PaddingCount = PaddingCount()
+    consumed_padding: PaddingCount = NO_PADDING
     data_order: DataOrder | None = None
 
     def state_dict(self) -> dict[str, Any]:

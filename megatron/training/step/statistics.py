@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.datasets.padding import PaddingCount
+from megatron.core.datasets.padding import NO_PADDING, PaddingCount
 from megatron.core.device import default_device
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.process_groups_config import group_size
@@ -72,7 +72,7 @@ class StepStatistics:
     overflow: Overflow = Overflow()
     per_layer: dict[str, dict[int, float]] | None = None
     expert_load: dict[int, list[int]] | None = None
-    padding: PaddingCount = PaddingCount()
+    padding: PaddingCount = NO_PADDING
 
     @property
     def nan(self) -> bool:
@@ -123,7 +123,7 @@ class StatisticsExchange:
         exit_reasons: Sequence[bool],
         overflow_flags: torch.Tensor | None = None,
         with_load: bool = False,
-        padding: PaddingCount = PaddingCount(),
+        padding: PaddingCount = NO_PADDING,
     ) -> StepStatistics:
         """Reduces the statistics of a training step, and clears the losses that the model's layers recorded.
 
@@ -151,7 +151,7 @@ class StatisticsExchange:
         exit_reasons: Sequence[bool] = (),
         layers: LayerTotals | None = None,
         overflow_flags: torch.Tensor | None = None,
-        padding: PaddingCount = PaddingCount(),
+        padding: PaddingCount = NO_PADDING,
     ) -> StepStatistics:
         """Sums `totals`, [2] fp64 each, over all ranks and reads the result. Collective.
 

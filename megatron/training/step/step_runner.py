@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from megatron.core.datasets.indexed_dataset import DataError
-from megatron.core.datasets.padding import PADDING_MASK, PaddingCount, count_padding_sync, marks_padding
+from megatron.core.datasets.padding import NO_PADDING, PADDING_MASK, count_padding_sync, marks_padding
 from megatron.core.device.torch_internals import tree_map
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.graphs.capture import CaptureFailedError
@@ -136,13 +136,15 @@ class StepRunner:
         counted = None if iterator is None else CountedBatches(iterator, must_mark_padding=self._has_later_experts)
 
         def reduce(reports: Reports, overflow_flags: torch.Tensor | None) -> StepStatistics:
+            if counted is not None and counted.has_padding_mask:
+                self._require_padding_in_routers()
             # Read after each attempt, because a signal may arrive during a discarded attempt.
             reasons = exit_reasons()
             return self.statistics.reduce_step_sync(
                 reports,
                 self.model,
                 exit_reasons=reasons,
-                padding=counted.padding if counted is not None and self._reads_first else PaddingCount(),
+                padding=counted.padding if counted is not None and self._reads_first else NO_PADDING,
                 overflow_flags=overflow_flags,
                 with_load=iteration % self.args.log_interval == 0,
             )
@@ -311,6 +313,16 @@ class StepRunner:
                 collect_non_loss_data=collect_non_loss_data,
             )
 
+    def _require_padding_in_routers(self) -> None:
+        """Raises ValueError if routers of this rank have not received the padding masks of the batches."""
+        for chunk in unwrap_model(list(self.model)):
+            if isinstance(chunk, RecordsAuxLosses) and chunk.aux_losses.ignores_padding:
+                raise ValueError(
+                    "batches contain padding_mask, but forward_step does not pass it to the model, so routers would "
+                    'count padding as data: call the model with padding_mask=batch["padding_mask"] on every pipeline '
+                    "stage"
+                )
+
     @property
     def _has_experts(self) -> bool:
         return self.args.num_experts is not None
@@ -361,23 +373,26 @@ def _error_if_data_ends(num_microbatches: int) -> Iterator[None]:
 class CountedBatches(Iterator[Any]):
     """Iterates over `source` and counts the padding of its batches.
 
-    must_mark_padding: raises ValueError for a padding_mask of a source without has_padding_mask, because the stages that
-    read no batches would not receive it.
+    must_mark_padding: raises ValueError for a padding_mask of a source without has_padding_mask, because the stages
+    that read no batches would not receive it.
     """
 
     def __init__(self, source: Iterator[Any], *, must_mark_padding: bool = False) -> None:
         self._source = source
         self._must_mark_padding = must_mark_padding
         self.has_padding_mask = marks_padding(source)
-        self.padding = PaddingCount()
+        self.padding = NO_PADDING
 
     def __next__(self) -> Any:
         batch = next(self._source)
-        if self._must_mark_padding and not self.has_padding_mask and isinstance(batch, dict) and PADDING_MASK in batch:
+        if not isinstance(batch, dict) or PADDING_MASK not in batch:
+            return batch
+        if self._must_mark_padding and not self.has_padding_mask:
             raise ValueError(
                 "batches contain padding_mask, but has_padding_mask of their data set or iterator is not True: set it, "
                 "because all pipeline stages must read the mask for their routers"
             )
+        self.has_padding_mask = True
         self.padding += count_padding_sync(batch)
         return batch
 

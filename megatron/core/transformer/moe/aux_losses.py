@@ -313,6 +313,7 @@ class AuxLossRecorder(LossRecorder, KeepsDtypes):
         self._has_counts, self._updated_by, self._has_warned = False, set[int](), False
         # By layer number. Weak, because routers reference their recorder.
         self._routers: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+        self.has_received_padding = False  # whether any router has received a padding mask
         self._averages_steps = False  # whether any router uses the loss of the global batch
         self._passes: dict[int, list[Tensor]] | None = None  # tokens per expert of each microbatch, by layer
         self.recorded_names: set[str] = set()  # since the recorder was created
@@ -376,14 +377,21 @@ class AuxLossRecorder(LossRecorder, KeepsDtypes):
         self.sums[row, layer_number - 1].add_(value.detach())
         self.counts[row, layer_number - 1].add_(count)
 
-    def record_tokens(self, tokens_per_expert: Tensor, *, layer_number: int) -> None:
-        """Adds one microbatch's token counts; tokens_per_expert: [E], int64, on the device; layer_number: from 1."""
+    def record_tokens(
+        self, tokens_per_expert: Tensor, *, layer_number: int, count_in_trace: Callable[[], Tensor] | None = None
+    ) -> None:
+        """Adds one microbatch's token counts; tokens_per_expert: [E], int64, on the device; layer_number: from 1.
+
+        count_in_trace: computes the counts to record for the microbatch itself, [E], int64; None means
+        tokens_per_expert.
+        """
         if current_backward_id() != -1 and is_recomputing():
             return
         self._has_counts = True
         self.tokens_per_expert[layer_number - 1].add_(tokens_per_expert)
         if self._passes is not None:
-            self._passes.setdefault(layer_number, []).append(tokens_per_expert)
+            rows = tokens_per_expert if count_in_trace is None else count_in_trace()
+            self._passes.setdefault(layer_number, []).append(rows)
 
     def average_counts(self, tokens_per_expert: Tensor, num_assigned: int | Tensor, *, layer_number: int) -> Tensor:
         """Returns the counts over all ranks in the step so far, scaled to the size of this micro-batch. Collective.
@@ -418,6 +426,11 @@ class AuxLossRecorder(LossRecorder, KeepsDtypes):
         passes = self._passes or {}
         self._forget_passes()
         return passes
+
+    @property
+    def ignores_padding(self) -> bool:
+        """Whether the routers have never received a padding mask. False without routers."""
+        return bool(self._routers) and not self.has_received_padding
 
     def watch_router(self, router: nn.Module, *, layer_number: int) -> None:
         """Registers the router of a layer, whose updates by an optimizer count as steps; layer_number: from 1."""

@@ -75,7 +75,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
 
     def _begin(self, tokens: Tensor, ordered: tuple[Tensor, Tensor, bool]) -> tuple[Tensor, Tensor]:
         probs, expert_indices, has_absent = ordered
-        limited = self.limit(probs, expert_indices)
+        limited = self.limit(probs, expert_indices, expert_indices < self.num_experts if has_absent else None)
         if limited is not None:
             # One past the last expert, an index that belongs to no rank, as for slots without an expert.
             expert_indices = expert_indices.where(limited.kept, self.num_experts)

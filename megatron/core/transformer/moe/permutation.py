@@ -137,7 +137,7 @@ def build_row_order(config: CapacityConfig, num_experts: int) -> RowOrder:
     limit = build_capacity_limit(config, num_experts)
 
     def order(probs: Tensor, expert_indices: Tensor, present: Tensor | None = None) -> tuple[PermutationMap, Tensor]:
-        limited = limit(probs, expert_indices)
+        limited = limit(probs, expert_indices, present)
         if limited is None and present is None:
             return sort_by_expert(expert_indices, num_experts)
         kept = present if limited is None else limited.kept if present is None else limited.kept & present
@@ -234,15 +234,17 @@ def place_in_group(sorted_groups: Tensor) -> Tensor:
 class KeptSlots(NamedTuple):
     """Slots that receive a row.
 
-    kept: [T, K], bool, on the device. capacity: the maximum number of slots that an expert keeps.
+    kept: [T, K], bool, on the device. capacity: the maximum number of slots that an expert keeps if all tokens have
+    experts.
     """
 
     kept: Tensor
     capacity: int
 
 
-# (probs [T, K], expert_indices [T, K]) -> the kept slots, or None if all are kept.
-CapacityLimit = Callable[[Tensor, Tensor], KeptSlots | None]
+# (probs [T, K], expert_indices [T, K], the slots with an expert [T, K] or None for all) -> the kept slots, or None if
+# all are kept.
+CapacityLimit = Callable[[Tensor, Tensor, Tensor | None], KeptSlots | None]
 
 
 def get_capacity(num_tokens: int, num_experts: int, capacity_factor: float, min_capacity: int | None = None) -> int:
@@ -255,23 +257,29 @@ def build_capacity_limit(config: CapacityConfig, num_experts: int) -> CapacityLi
     """Builds the function that selects the kept slots; it returns None if the configuration drops no tokens."""
     factor = config.moe_expert_capacity_factor
     if factor is None:
-        return lambda probs, expert_indices: None
+        return lambda probs, expert_indices, present: None
     # With equal weights, here zeros, the first tokens are kept.
     rank = torch.Tensor.detach if config.moe_token_drop_policy == "probs" else torch.zeros_like
+    factor = min(factor, num_experts)
 
-    def within_capacity(probs: Tensor, expert_indices: Tensor) -> KeptSlots:
-        num_tokens = expert_indices.shape[0]
+    def within_capacity(probs: Tensor, expert_indices: Tensor, present: Tensor | None = None) -> KeptSlots:
+        num_tokens, num_choices = expert_indices.shape
         # A token chooses an expert at most once, so a capacity above the number of tokens is never used.
-        capacity = min(get_capacity(expert_indices.numel(), num_experts, min(factor, num_experts)), num_tokens)
-        return KeptSlots(kept_slots(rank(probs), expert_indices, capacity=capacity), capacity)
+        capacity = min(get_capacity(expert_indices.numel(), num_experts, factor), num_tokens)
+        own: int | Tensor = capacity
+        if present is not None:
+            # Tokens without any expert are padding, and the capacity is a share of the others.
+            own = (present.any(dim=1).sum() * num_choices).double().div(num_experts).mul(factor).ceil()
+        return KeptSlots(kept_slots(rank(probs), expert_indices, capacity=own), capacity)
 
     return within_capacity
 
 
-def kept_slots(weights: Tensor, expert_indices: Tensor, *, capacity: int) -> Tensor:
+def kept_slots(weights: Tensor, expert_indices: Tensor, *, capacity: int | Tensor) -> Tensor:
     """Selects the `capacity` slots of each expert with the largest weights. Ties are resolved in token order.
 
-    weights: [T, K], float; expert_indices: [T, K], int64. Returns [T, K], bool, on the device, without a sync.
+    weights: [T, K], float; expert_indices: [T, K], int64. capacity: an int, or a scalar on the device. Returns [T, K],
+    bool, on the device, without a sync.
     """
     by_weight = weights.reshape(-1).sort(descending=True, stable=True).indices
     sorted_experts, within = expert_indices.reshape(-1)[by_weight].sort(stable=True)

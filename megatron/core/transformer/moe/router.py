@@ -35,6 +35,7 @@ from megatron.core.transformer.moe.aux_losses import (
     AuxLossRecorder,
     LoadBalancing,
     Routed,
+    count_tokens,
     get_updated_expert_bias,
     summed_counts,
     with_even_loads,
@@ -182,6 +183,7 @@ class TopKRouter(Router):
             config, has_losses=self.is_aux_loss_enabled(), replay=self.router_replay
         )
         self.z_loss_coeff = config.moe_z_loss_coeff or 0.0
+        self.has_capacity = config.moe_expert_capacity_factor is not None
         self.forces_balance = config.moe_router_force_load_balancing
         bias = None
         if config.moe_router_enable_expert_bias:
@@ -256,7 +258,9 @@ class TopKRouter(Router):
         a Routing with weights [T, K], same dtype.
         """
         num_sequences = logits.shape[1] if logits.dim() == 3 else 1
-        valid = None if padding_mask is None else _valid_tokens(padding_mask, logits)
+        valid = None
+        if padding_mask is not None:
+            valid, self.aux_losses.has_received_padding = _valid_tokens(padding_mask, logits), True
         logits = logits.flatten(0, -2)
         if self.forces_balance:
             logits = with_even_loads(logits, seed=self.layer_number)
@@ -272,7 +276,11 @@ class TopKRouter(Router):
         if learning:
             routed = Routed(logits, scores, indices, num_sequences, self.sequence_group, self._average_counts, valid)
             weights = self._add_balancing_losses(weights, routed)
-            self.aux_losses.record_tokens(routed.tokens_per_expert, layer_number=self.layer_number)
+            # Experts compute padding too, unless they have a capacity, so it occupies rows in a routing trace.
+            in_trace = None if valid is None or self.has_capacity else partial(count_tokens, indices, self.num_experts)
+            self.aux_losses.record_tokens(
+                routed.tokens_per_expert, layer_number=self.layer_number, count_in_trace=in_trace
+            )
         return Routing(weights, indices, self.num_experts)
 
     def sinkhorn_load_balancing(self, logits: Tensor) -> Routing:
@@ -557,9 +565,9 @@ def normalised_scores(logits: Tensor, score_function: str) -> Tensor:
 def sinkhorn(cost: Tensor, tol: float = 1e-4, *, max_iterations: int = 50, valid: Tensor | None = None) -> Tensor:
     """Alternately scales rows and columns of exp(cost) until the experts share the tokens evenly.
 
-    cost: [T, E], fp32 or fp64. Returns [T, E], same dtype: rows sum to 1 / T, columns to about 1 / E. Once the factors
+    cost: [T, E], fp32 or fp64. valid: [T], bool, the T tokens to balance; None means all. Rows of other tokens are 0.
+    Returns [T, E], same dtype: rows sum to 1 / T, columns to about 1 / E. Once the factors
     of the columns change by less than `tol` on average, all factors are frozen; the device decides this without a sync.
-    valid: [T], bool, tokens to share, whose number is then T; the rows of others are 0. None means all.
     """
     num_tokens: Tensor | int = len(cost)
     num_experts = cost.shape[1]
@@ -601,8 +609,13 @@ def _sinkhorn_route(
     valid: Tensor | None = None,
 ) -> Choice:
     assert expert_bias is None, "RouterConfig rejects a bias for softmax scores"
+    # valid: [T], bool, the tokens to balance; None means all. Padding gets experts without changing those of others.
     with torch.no_grad():
-        _, indices = choose(sinkhorn(logits, valid=valid))
+        shares = sinkhorn(logits, valid=valid)
+        if valid is not None:
+            # Padding would otherwise choose the first experts, because its shares are all 0.
+            shares = torch.where(valid.unsqueeze(1), shares, logits.softmax(dim=-1))
+        _, indices = choose(shares)
     return Choice(score(logits).gather(1, indices), indices)
 
 

@@ -1,5 +1,6 @@
 """Experts with limited capacity and the shared expert, compared with fp64 loops over tokens."""
 
+import math
 from itertools import product
 from typing import Any
 
@@ -232,8 +233,8 @@ def test_padding_takes_no_place_in_a_capacity(kind: str, policy: str, padded: bo
         gradients.append([param.grad for param in layer.parameters()])
     weights, indices, _ = layer._run_router(hidden, mask.t())
     real = ~mask.t().reshape(-1)
-    capacity = get_capacity(indices.numel(), layer.config.num_moe_experts, 0.75)
-    kept = naive_kept(weights[real], indices[real], capacity=min(capacity, len(indices)), policy=policy)
+    capacity = math.ceil(0.75 * indices[real].numel() / layer.config.num_moe_experts)
+    kept = naive_kept(weights[real], indices[real], capacity=capacity, policy=policy)
     matrices = expert_matrices(layer)
     tokens = hidden.reshape(-1, hidden.shape[-1])[real]
     expected = torch.zeros_like(tokens)
