@@ -160,7 +160,7 @@ class LoadBalancing:
         # data: it has no loss, and the mean does not count it.
         valid = routed.valid.view(-1, num_sequences)  # [S, B]
         lengths = summed_counts(valid.sum(dim=0), routed.group)
-        num_real = (lengths > 0).sum().clamp(min=1)
+        num_real = (lengths > 0).sum().clamp(min=1).to(scores.dtype)
         lengths = lengths.clamp(min=1).to(scores.dtype)
         means = (scores.view(-1, num_sequences, self.num_experts) * valid.unsqueeze(-1)).sum(dim=0)  # [B, E]
         products = (means * counts.view(num_sequences, -1)).sum(dim=1) / lengths.square()
