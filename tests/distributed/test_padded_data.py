@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from tests.counts import slow
-from tests.distributed.parity import STEPS, WholeRun, assert_same_run, layout, run_layout
-from tests.functional_tests.case import Flags
+from tests.distributed.parity import STEPS, WholeRun, assert_same_run, fp64_forward_step, layout, run_layout
+from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.functional_tests.launch import read_log, run_program
 from tests.padded_corpus import write_packed
 
 LENGTH, EOD, BATCH, TOPK = 16, 100, 8, 2
@@ -126,3 +127,43 @@ def test_loads_and_tokens_of_a_run_are_those_of_real_tokens(prefix: str) -> None
     left_over = len(masks) * LENGTH - sum(padded) - total
     assert len(masks) == BATCH * STEPS + 1 and LENGTH - left_over in padded
     assert reports[-1].consumed_padding.tokens == BATCH * STEPS * LENGTH - total
+
+
+def _without_mask(data_iterator: Any, model: Any) -> Any:
+    """A forward step in Megatron-LM's form, which passes no padding_mask."""
+    return fp64_forward_step(data_iterator, lambda *args, padding_mask, **options: model(*args, **options))
+
+
+@pytest.mark.slow
+def test_scripts_that_do_not_pass_the_mask_are_refused(prefix: str) -> None:
+    flags = {**_flags(prefix, "losses"), **layout(pp=2)}
+    with pytest.raises(ValueError, match="forward_step does not pass it to the model, so routers would count padding"):
+        run_layout("moe", 2, flags, forward_step=_without_mask)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_continues_to_count_padding(prefix: str, tmp_path: Path) -> None:
+    flags = {**read_bases()["moe"], **_flags(prefix, "losses"), "seq-length": LENGTH, "vocab-size": EOD + 1}
+    flags |= {
+        "save": tmp_path / "a",
+        "save-interval": 1,
+        "train-iters": 3,
+        "log-progress": True,
+        "log-throughput": True,
+    }
+    assert run_program(command_line(flags), 1, folder=tmp_path / "one").exit_codes == [0]
+    whole = read_log(tmp_path / "one")
+    again = {**flags, "load": tmp_path / "a", "ckpt-step": 1, "save": tmp_path / "b"}
+    assert run_program(command_line(again), 1, folder=tmp_path / "two").exit_codes == [0]
+    rest = read_log(tmp_path / "two")
+    for line, expected in zip(rest, whole[1:], strict=True):
+        for name in ("padding_tokens", "consumed_padding_tokens", "consumed_samples", "lm_loss", "expert_load"):
+            assert line[name] == expected[name], name
+    total = sum(line["padding_tokens"] for line in whole)
+    assert whole[-1]["consumed_padding_tokens"] == total > 0
+    for line in whole:
+        tokens = line["global_batch_size"] * LENGTH - line["padding_tokens"]
+        assert line["tokens_per_second"] == pytest.approx(tokens / line["seconds"], rel=1e-3)
+        assert {sum(load) for load in line["expert_load"].values()} == {TOPK * tokens}
+    first, second = ((tmp_path / name / "progress.txt").read_text().splitlines()[-1] for name in "ab")
+    assert first.partition("Floating-point")[2] == second.partition("Floating-point")[2] != ""

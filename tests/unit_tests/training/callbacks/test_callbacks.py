@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from rich.console import Console
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from torch.utils.tensorboard import SummaryWriter
 
+from megatron.core.datasets.padding import PaddingCount
 from megatron.training.callbacks import CallbackList, RankTimes, RunStart
 from megatron.training.callbacks.console import (
     CompactLines,
@@ -23,9 +25,11 @@ from megatron.training.callbacks.console import (
     format_training_line,
     perplexity,
 )
-from megatron.training.callbacks.run_files import JsonlLog, RunFile, keep_lines_until, last_stretch
+from megatron.training.callbacks.run_files import JsonlLog, ProgressFile, RunFile, keep_lines_until, last_stretch
 from megatron.training.callbacks.tensorboard import TensorBoardLog, evaluation_scalars
+from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.config import LoggingConfig
+from tests.unit_tests.training.flag_models import model_of_flags
 from tests.unit_tests.training.small_reports import EVALUATION, STEP
 
 
@@ -176,6 +180,37 @@ def test_step_lines_hold_what_a_step_knows_and_nothing_else(tmp_path: Path) -> N
         "rank_times": {"min_ms": 1.0, "min_rank": 3, "max_ms": 2.0, "max_rank": 0},
         "mfu": 0.5,
     }
+
+
+def test_step_lines_name_padding_from_the_first_step_that_has_some(tmp_path: Path) -> None:
+    log = JsonlLog(tmp_path)
+    log.on_train_start(RunStart(iteration=0, train_iters=9))
+    some = PaddingCount(12, 300)
+    log.on_step_end(STEP)
+    log.on_step_end(replace(STEP, tokens=500, padding=some, consumed_padding=some))
+    log.on_step_end(replace(STEP, consumed_padding=some))
+    log.on_run_end()
+    lines = [json.loads(line) for line in (tmp_path / "steps.jsonl").read_text().splitlines()]
+    found = [(line.get("padding_tokens"), line.get("consumed_padding_tokens")) for line in lines]
+    assert found == [(None, None), (12, 12), (0, 12)]
+    assert [line["tokens_per_second"] for line in lines] == [1024.0, 1000.0, 1024.0]
+
+
+def test_progress_counts_tokens_and_operations_without_padding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_world_size", lambda: 1)
+    args = model_of_flags("")[0]
+    args.consumed_train_samples, samples = 16, 10**8
+    log = ProgressFile(tmp_path, args)
+    log.on_train_start(RunStart(iteration=2, train_iters=9, consumed_padding=PaddingCount(5, 100)))
+    # A quarter of the samples is padding.
+    padding = PaddingCount(samples // 4 * args.seq_length, samples // 4 * args.seq_length**2)
+    log.on_step_end(replace(STEP, consumed_samples=samples, consumed_padding=padding))
+    log.on_save(3)
+    log.on_run_end()
+    line = (tmp_path / "progress.txt").read_text().splitlines()[-1]
+    tokens, flops = 0.75 * samples * args.seq_length, 0.75 * num_floating_point_operations(args, samples)
+    assert f"Floating-point operations: {flops:.2e}" in line
+    assert f"Tokens (in billions): {tokens / 1e9:.2f}" in line
 
 
 def test_run_file_lists_every_start_until_a_run_begins_anew(tmp_path: Path) -> None:

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.training.compute.flops import count_parameters
+from megatron.core.datasets.padding import count_padding_sync
+from megatron.training.compute.flops import count_parameters, num_operations_of_samples
 from megatron.training.training import num_floating_point_operations
 from tests.unit_tests.training.flag_models import model_of_flags
 
@@ -34,11 +35,23 @@ def test_operations_are_those_that_torch_counts_with_half_of_attention(flags: st
     assert num_floating_point_operations(args, 2) == counted(model)
 
 
-def counted(model: torch.nn.Module) -> float:
-    """Counts the FLOPs of forward and backward over two samples."""
-    tokens = torch.randint(100, (2, 16))
+@pytest.mark.parametrize("lengths", [[16, 16], [16, 5], [1, 2], [9, 13, 7, 16]])
+@pytest.mark.parametrize("flags", ["", f"{EXPERTS} --swiglu --position-embedding-type rope", LATENT])
+def test_padding_costs_no_operations(flags: str, lengths: list[int]) -> None:
+    """Samples of 16 tokens of which only the first ones are real cost as much as sequences of these alone."""
+    args, model = model_of_flags(flags)
+    mask = torch.arange(16) >= torch.tensor(lengths).unsqueeze(1)
+    padding = count_padding_sync({"padding_mask": mask})
+    expected = sum(counted(model, num_samples=1, length=length) for length in lengths)
+    assert num_operations_of_samples(args, len(lengths), padding) == pytest.approx(expected, rel=1e-12)
+
+
+def counted(model: torch.nn.Module, *, num_samples: int = 2, length: int = 16) -> float:
+    """Counts the FLOPs of forward and backward over samples, two of 16 tokens by default."""
+    tokens = torch.randint(100, (num_samples, length))
     with FlopCounterMode(display=False) as counter:
-        model(tokens, torch.arange(16).expand(2, 16), None, labels=tokens).mean().backward()
+        positions = torch.arange(length).expand(num_samples, length)
+        model(tokens, positions, None, labels=tokens).mean().backward()
     # Only attention uses batched GEMMs. Torch counts the masked half, too.
     counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
     attention = sum(count for op, count in counts.items() if "bmm" in op or "attention" in op)

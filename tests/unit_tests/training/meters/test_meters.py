@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.core.datasets.padding import PaddingCount
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.training.compute.flops import num_floating_point_operations
@@ -38,6 +39,17 @@ def test_throughput_is_that_of_one_device_and_mfu_of_known_ones(device: str, pea
     tflops = num_floating_point_operations(args, 8) / 0.5 / 2 / 1e12
     assert report.tflops == pytest.approx(tflops)
     assert report.mfu == (None if peak is None else pytest.approx(tflops / peak))
+
+
+def test_throughput_leaves_padding_out() -> None:
+    args: argparse.Namespace = model_of_flags("")[0]
+    # Four of eight samples consist of padding.
+    half = PaddingCount(4 * args.seq_length, 4 * args.seq_length**2)
+    whole, padded = (
+        ThroughputMeter(args, "cpu", world_size=2).measure(replace(STEP, padding=padding)).tflops
+        for padding in (PaddingCount(), half)
+    )
+    assert padded == pytest.approx(whole / 2)
 
 
 def test_memory_is_measured_at_log_lines_and_told_once() -> None:
