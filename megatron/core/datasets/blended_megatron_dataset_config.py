@@ -60,7 +60,7 @@ class BlendedMegatronDatasetConfig:
         0.005, why="the number of samples that a blend reads from each dataset is computed exactly, without a surplus"
     )
     allow_ambiguous_pad_tokens: bool | None = unsupported_field(
-        False, why="samples are never padded, so no padding id is masked"
+        False, why="padding is what the data's padding masks mark, never an id"
     )
     fast_cache_load: bool = config_field(
         False, help="Use cached indices with matching inputs and sizes without reading them to verify checksums."

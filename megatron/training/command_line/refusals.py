@@ -126,7 +126,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--(per-split-data-args|per-dataset-sequences|phase-transition)", _DATA_LISTS),
     (r"--dataloader-inter-document-masking", "use --reset-attention-mask and --reset-position-ids"),
     (r"--object-storage-cache-path", _MSC),
-    (r"--null-tokenizer-pad-id", "samples are never padded: remove it"),
+    (r"--null-tokenizer-pad-id", "padding is what the data's padding masks mark, never an id: remove it"),
     (r"--(tokenizer-|tiktoken-num-|no-tokenizer-)", _TOKENIZER_FILE),
     (
         r"--trust-remote-code",
@@ -176,7 +176,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
         "a single timeout applies to the whole run: use --distributed-timeout-minutes",
     ),
     (r"--mid-level-dataset-surplus", "dataset blends need no surplus samples: remove it"),
-    (r"--allow-ambiguous-pad-tokens", "samples are never padded: remove it"),
+    (r"--allow-ambiguous-pad-tokens", "padding is what the data's padding masks mark, never an id: remove it"),
     (r"--no-barrier-with-level-1-timing", "timers are configured only by --timing-log-level: remove it"),
     (r"--check-for-spiky-loss", "use --loss-spike-rewind; steps with NaN or Inf stop the run by default"),
 )
