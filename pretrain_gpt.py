@@ -70,14 +70,16 @@ def forward_step(
     with get_timers()("batch-generator", log_level=2):
         batch = get_batch(data_iterator, default_device())
     borders = batch.get("cu_seqlens")
+    # Passed only if given, because a model of a script may not accept it.
+    padding = {"padding_mask": batch["padding_mask"]} if "padding_mask" in batch else {}
     losses = model(
         batch.get("tokens"),
         batch.get("position_ids"),
         batch.get("attention_mask"),
         labels=batch.get("labels"),
         loss_mask=batch.get("loss_mask"),
-        padding_mask=batch.get("padding_mask"),
         packed_seq_params=None if borders is None else PackedSeqParams(cu_seqlens_q=borders),
+        **padding,
     )
     return losses, partial(loss_func, batch.get("loss_mask", torch.empty(0)))
 

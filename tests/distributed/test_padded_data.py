@@ -131,7 +131,7 @@ def test_loads_and_tokens_of_a_run_are_those_of_real_tokens(prefix: str) -> None
 
 def _without_mask(data_iterator: Any, model: Any) -> Any:
     """A forward step in Megatron-LM's form, which passes no padding_mask."""
-    return fp64_forward_step(data_iterator, lambda *args, padding_mask, **options: model(*args, **options))
+    return fp64_forward_step(data_iterator, lambda *args, padding_mask=None, **options: model(*args, **options))
 
 
 @pytest.mark.slow

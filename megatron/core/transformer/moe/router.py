@@ -60,8 +60,9 @@ class Choice(NamedTuple):
     scores: Tensor | None = None
 
 
-# (logits [T, E], expert bias [E] or None) -> the choice.
-Route = Callable[[Tensor, Tensor | None], Choice]
+# (logits [T, E], expert bias [E] or None) -> the choice. Sinkhorn's route also takes `valid`: [T], bool, the tokens to
+# balance.
+Route = Callable[..., Choice]
 # Launcher, which has the operator's name.
 _LAUNCHERS: tuple[Callable[..., Any], ...] = ()
 if importlib.util.find_spec("triton") is not None:
@@ -269,10 +270,9 @@ class TopKRouter(Router):
         if learning:
             logits = self._with_z_loss(logits, valid)  # the values are unchanged; backward also reaches the loss
         route = self.training_route if self.training else self.evaluation_route
-        if valid is not None and self.training and self.config.uses_sinkhorn:
-            # The only route in which tokens affect each other.
-            route = partial(cast(Callable[..., Choice], route), valid=valid)
-        weights, indices, scores = route(logits, self.expert_bias)
+        # Sinkhorn is the only route in which tokens influence each other.
+        known = {"valid": valid} if valid is not None and self.training and self.config.uses_sinkhorn else {}
+        weights, indices, scores = route(logits, self.expert_bias, **known)
         if learning:
             routed = Routed(logits, scores, indices, num_sequences, self.sequence_group, self._average_counts, valid)
             weights = self._add_balancing_losses(weights, routed)
