@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 
 # Units of token thresholds: "60B" is 60e9 tokens.
-_TOKEN_UNITS = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_TOKEN_UNITS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def build_batch_schedule(
 ) -> BatchSchedule:
     """Builds a ramp-up, a step schedule or a constant schedule. It must end with the global batch size.
 
-    seq_length: tokens per sample, for thresholds in tokens. Raises ValueError for invalid or conflicting settings.
+    seq_length: tokens per sample, required by step_batch_size_schedule. Raises ValueError for invalid or conflicting settings.
     """
     if rampup_batch_size is not None and step_batch_size_schedule is not None:
         raise ValueError("rampup_batch_size and step_batch_size_schedule are both given: choose only one schedule")
@@ -85,7 +85,7 @@ def build_batch_schedule(
         if global_batch_size is None:
             raise ValueError("global_batch_size is None: must be set, or step_batch_size_schedule must be set")
         return ramp_up(rampup_batch_size, global_batch_size) if rampup_batch_size else constant_batch(global_batch_size)
-    schedule = parse_step_schedule(step_batch_size_schedule, seq_length=seq_length or 1)
+    schedule = parse_step_schedule(step_batch_size_schedule, seq_length=seq_length)
     if global_batch_size not in (None, schedule.final_size):
         raise ValueError(
             f"global_batch_size is {global_batch_size}: must be omitted or be the last batch size of "
@@ -122,20 +122,29 @@ def ramp_up(rampup_batch_size: Sequence[int], global_batch_size: int) -> BatchSc
     return BatchSchedule(tuple(starts), tuple(start + increment * k for k in range(count + 1)), "rampup_batch_size")
 
 
-def parse_step_schedule(text: str, *, seq_length: int) -> BatchSchedule:
+def parse_step_schedule(text: str, *, seq_length: int | None) -> BatchSchedule:
     """Parses a schedule "THRESHOLD:BATCH_SIZE ...", in which each batch size applies from its threshold on.
 
-    A threshold is a number of samples or, with the suffix K, M, B or T (10^3 .. 10^12), of tokens, rounded up to whole
-    samples of `seq_length` tokens. Raises ValueError unless thresholds start at 0 and increase.
+    As in Megatron-LM, a threshold counts tokens, with or without a suffix K, M, B or T (10^3 .. 10^12), and starts at
+    threshold // seq_length samples. Pairs are separated by spaces or commas. Raises ValueError unless thresholds start
+    at 0 and increase, in samples.
     """
     shown = f"step_batch_size_schedule is {text!r}"
-    entries = [re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", word) for word in text.split()]
+    if seq_length is None:
+        raise ValueError(f"seq_length is None: must be set, because thresholds count tokens ({shown})")
+    entries = [re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", word, re.I) for word in re.findall(r"[^\s,]+", text)]
     if not entries or None in entries:
-        raise ValueError(f'{shown}: must be THRESHOLD:BATCH_SIZE pairs separated by spaces, such as "0:256 2B:512"')
+        raise ValueError(
+            f'{shown}: must be THRESHOLD:BATCH_SIZE pairs separated by spaces or commas, such as "0:256 2B:512"; '
+            "thresholds count tokens"
+        )
     pairs = [(_threshold(entry[1], entry[2], seq_length=seq_length), int(entry[3])) for entry in entries if entry]
     starts, sizes = zip(*pairs)
     if starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:])):
-        raise ValueError(f"{shown}: thresholds must start at 0 and increase; in samples they are {list(starts)}")
+        raise ValueError(
+            f"{shown}: thresholds must start at 0 and increase; they count tokens, and in samples of seq_length "
+            f"({seq_length}) they are {list(starts)}"
+        )
     if min(sizes) < 1:
         raise ValueError(f"{shown}: batch sizes must be at least 1")
     return BatchSchedule(starts, sizes, "step_batch_size_schedule")
@@ -144,15 +153,13 @@ def parse_step_schedule(text: str, *, seq_length: int) -> BatchSchedule:
 def _threshold(number: str, unit: str, *, seq_length: int) -> int:
     # Integer arithmetic, since floats cannot represent 10^16 tokens exactly.
     whole, _, fraction = number.partition(".")
-    if not unit:
-        if fraction:
-            raise ValueError(
-                f"step_batch_size_schedule: threshold {number} has no unit, so it counts samples and must be an "
-                "integer; for tokens append K, M, B or T"
-            )
-        return int(whole)
-    tokens = int(whole + fraction) * _TOKEN_UNITS[unit]
-    return -(-tokens // (10 ** len(fraction) * seq_length))
+    if fraction and not unit:
+        raise ValueError(
+            f"step_batch_size_schedule: threshold {number} has no unit: must be an integer number of tokens, or have "
+            "the suffix K, M, B or T"
+        )
+    tokens = int(whole + fraction) * _TOKEN_UNITS[unit.upper()]
+    return tokens // (10 ** len(fraction) * seq_length)
 
 
 @dataclass(frozen=True)
@@ -293,7 +300,7 @@ class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
         seq_length: int | None = None,
     ) -> None:
         super().__init__()
-        steps = parse_step_schedule(schedule, seq_length=seq_length or 1)
+        steps = parse_step_schedule(schedule, seq_length=seq_length)
         self.batches = NumMicroBatches(steps, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
 
 

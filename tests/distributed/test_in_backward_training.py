@@ -53,7 +53,7 @@ CASES = {
         (OFF, EXACT),
     ),
     "growing batch": (
-        Case(3, "dense", {"step-batch-size-schedule": "0:3 6:12 99:6", "global-batch-size": None}),
+        Case(3, "dense", {"step-batch-size-schedule": "0:3 96:12 1584:6", "global-batch-size": None}),
         (OFF,),
     ),
     "moe, 3 ranks, fp16": (Case(3, "moe", {**FP16, "global-batch-size": 3}), (EXACT,)),

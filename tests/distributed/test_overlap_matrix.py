@@ -39,7 +39,7 @@ ALWAYS = {
     "microbatches": Case(
         3,
         "moe",
-        {"step-batch-size-schedule": "0:3 3:12 15:6", "global-batch-size": None},
+        {"step-batch-size-schedule": "0:3 48:12 240:6", "global-batch-size": None},
         [{**MODES[3], "ddp-bucket-size": 1}, MODES[1], {**MODES[5], "ddp-bucket-size": 1001}],
     ),
     "pp 2, vpp 2, ep 2": Case(

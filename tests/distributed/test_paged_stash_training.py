@@ -148,8 +148,8 @@ def _flags(choice: Choice) -> Flags:
     _, replicas, flags = LAYOUTS[choice["layout"]]
     num, other = replicas * choice["microbatches"], replicas * (MOST_MICROBATCHES + 1 - choice["microbatches"])
     if choice["around"] == "ramp-up":
-        # Two steps of each batch size, then the first size again.
-        sizes: Flags = {"step-batch-size-schedule": f"0:{num} {2 * num}:{other} {2 * (num + other)}:{num}"}
+        # Two steps of each batch size, then the first size again. Thresholds count tokens, 16 a sample.
+        sizes: Flags = {"step-batch-size-schedule": f"0:{num} {32 * num}:{other} {32 * (num + other)}:{num}"}
     else:
         sizes = {"global-batch-size": num}
     dtype, kind = {"bf16": choice["bf16"]}, {"moe-token-dispatcher-type": choice["dispatcher"]}
@@ -239,7 +239,7 @@ def _grow_batches(argv: list[str]) -> list[tuple[int, int]]:
 def test_planned_pages_are_those_of_every_schedule_and_number_of_microbatches(stages: int) -> None:
     for num_stages, chunks, flags, num_waiting, is_one_enough in SCHEDULES:
         if num_stages == stages:
-            sizes = " ".join(f"{size * (size - 1) // 2}:{size}" for size in range(1, MOST_OF_A_STEP + 1))
+            sizes = " ".join(f"{16 * size * (size - 1) // 2}:{size}" for size in range(1, MOST_OF_A_STEP + 1))
             batches: Flags = {"global-batch-size": None, "step-batch-size-schedule": sizes}
             batches["train-iters"] = MOST_OF_A_STEP
             layers = {"num-layers": stages * chunks}

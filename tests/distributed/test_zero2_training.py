@@ -61,7 +61,7 @@ ONE_EACH = {
 SEVERAL = {
     "moe, ep 2": Case(4, "moe", EP2),
     "pp 2, vpp 2, ep 2": Case(4, "moe", {**INTERLEAVED, **BF16, **EP2}),
-    "growing batch": Case(3, "dense", {"step-batch-size-schedule": "0:3 6:12 99:6", "global-batch-size": None}),
+    "growing batch": Case(3, "dense", {"step-batch-size-schedule": "0:3 96:12 1584:6", "global-batch-size": None}),
     "tp 2, pp 2": Case(4, "llama", {**layout(2, pp=2), "num-query-groups": 2, "global-batch-size": 4}),
 }
 # Each precision and each kind of layout, with one or two of the variants; `make soak` runs all variants. Omitted cases

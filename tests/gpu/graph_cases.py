@@ -18,7 +18,8 @@ HALF_OF_PARTS: Flags = {**HALF, "no-gradient-accumulation-fusion": True}
 SCALED: Flags = {"fp16": True, "initial-loss-scale": 2.0**18, "loss-scale-window": 2, "hysteresis": 1}
 UPDATE: Flags = {"optimizer-cuda-graph": True}
 DROPOUT = read_bases()["dropout"]
-TURNS = " ".join(f"{start}:{size}" for first in range(0, 60, 6) for start, size in ((first, 2), (first + 2, 4)))
+# Thresholds count tokens, 16 a sample (EXPERTS).
+TURNS = " ".join(f"{16 * start}:{size}" for first in range(0, 60, 6) for start, size in ((first, 2), (first + 2, 4)))
 
 
 class Case(NamedTuple):

@@ -137,8 +137,8 @@ class BatchScheduleConfig:
     )
     step_batch_size_schedule: str | None = config_field(
         None,
-        help='"0:256 500:512 ...": use each batch size from this number of samples on. Numbers such as 60B '
-        "count tokens.",
+        help='"0:256 60B:512 ...": use each batch size from this number of tokens on, with or without a suffix K, M, B '
+        "or T. Spaces or commas separate the pairs.",
     )
     decrease_batch_size_if_needed: bool = config_field(
         False, help="Round batch sizes down to a multiple of --micro-batch-size times the data-parallel size."

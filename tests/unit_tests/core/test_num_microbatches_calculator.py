@@ -66,14 +66,36 @@ def test_a_run_moves_to_the_batch_size_of_its_next_step():
     assert sizes == [2, 4, 6, 6]
 
 
-def test_steps_change_at_their_thresholds_in_samples_or_tokens():
-    schedule = parse_step_schedule("0:2 7:4 0.1K:8", seq_length=10)
+def test_steps_change_at_their_thresholds_in_tokens():
+    schedule = parse_step_schedule("0:2 70:4 0.1K:8", seq_length=10)
     sizes, consumed = [], 0
     for _ in range(5):
         sizes.append(schedule.size_at(consumed))
         consumed += sizes[-1]
     assert sizes == [2, 2, 2, 2, 4] and schedule.starts == (0, 7, 10)
-    assert parse_step_schedule("0:1 60B:2", seq_length=4096).starts[1] == 14_648_438
+    assert parse_step_schedule("0:1 60B:2", seq_length=4096).starts[1] == 14_648_437
+
+
+# Megatron-LM's parser by hand: each threshold counts tokens, and starts at tokens // seq_length samples.
+@pytest.mark.parametrize(
+    "schedule, seq_length, starts, sizes",
+    [
+        ("0:2 256:4", 32, (0, 8), (2, 4)),
+        ("0:2,256:4", 32, (0, 8), (2, 4)),
+        ("0:2, 0.256K:4", 32, (0, 8), (2, 4)),
+        ("  0:2\t256:4,\n512:8 ", 32, (0, 8, 16), (2, 4, 8)),
+        ("0:2 287:4", 32, (0, 8), (2, 4)),
+        ("0:2 288:4", 32, (0, 9), (2, 4)),
+        ("0K:8,1k:4", 64, (0, 15), (8, 4)),
+        ("0:768 1.5M:1536 2b:3072", 4096, (0, 366, 488281), (768, 1536, 3072)),
+        ("0:1 1T:2", 8192, (0, 122070312), (1, 2)),
+        ("0:1 12345678901234567:2", 1, (0, 12345678901234567), (1, 2)),
+        ("0:4", 2048, (0,), (4,)),
+    ],
+)
+def test_thresholds_count_tokens_with_or_without_a_suffix(schedule, seq_length, starts, sizes):
+    found = parse_step_schedule(schedule, seq_length=seq_length)
+    assert (found.starts, found.sizes) == (starts, sizes)
 
 
 def test_sizes_are_rounded_down_only_where_asked():
@@ -97,14 +119,22 @@ def test_sizes_are_rounded_down_only_where_asked():
             "START plus a multiple of INCREMENT must equal global_batch_size, which is 8",
         ),
         ({"rampup_batch_size": [2, 0, 9]}, "START and INCREMENT must be at least 1"),
-        ({"step_batch_size_schedule": "0:2 5:4"}, "global_batch_size is 8: must be omitted or be the last"),
-        ({"step_batch_size_schedule": "0:2,5:8"}, "must be THRESHOLD:BATCH_SIZE pairs"),
-        ({"step_batch_size_schedule": "0:2 5:4 5:8"}, r"thresholds must start at 0 and increase.*\[0, 5, 5\]"),
+        ({"step_batch_size_schedule": "0:2 5:4", "seq_length": 1}, "global_batch_size is 8: must be omitted or be the last"),
+        ({"step_batch_size_schedule": "0:2;5:8", "seq_length": 1}, "must be THRESHOLD:BATCH_SIZE pairs"),
         (
-            {"step_batch_size_schedule": "0:2 1.5:8"},
-            "threshold 1.5 has no unit, so it counts samples and must be an integer",
+            {"step_batch_size_schedule": "0:2 5:4 5:8", "seq_length": 1},
+            r"thresholds must start at 0 and increase.*\[0, 5, 5\]",
         ),
-        ({"step_batch_size_schedule": "0:0 1:8"}, "at least 1"),
+        (
+            {"step_batch_size_schedule": "0:2 16:8", "seq_length": 32},
+            r"in samples of seq_length \(32\) they are \[0, 0\]",
+        ),
+        ({"step_batch_size_schedule": "0:2 5:8"}, "seq_length is None: must be set, because thresholds count tokens"),
+        (
+            {"step_batch_size_schedule": "0:2 1.5:8", "seq_length": 1},
+            "threshold 1.5 has no unit: must be an integer number of tokens",
+        ),
+        ({"step_batch_size_schedule": "0:0 1:8", "seq_length": 1}, "at least 1"),
     ],
 )
 def test_schedules_that_cannot_be_followed_are_refused(settings, message):
@@ -136,7 +166,7 @@ def test_sizes_can_be_replaced_during_a_run_and_unset():
     calculator.reconfigure_num_microbatches_calculator(0, [4, 4, 16], 12, 4, 1)
     assert (calculator.get_num_microbatches(), calculator.get_micro_batch_size()) == (1, 4)
     calculator.unset_num_microbatches_calculator()
-    calculator.init_num_microbatches_calculator(0, None, None, 2, 1, False, "0:2 4:8", 16)
+    calculator.init_num_microbatches_calculator(0, None, None, 2, 1, False, "0:2 64:8", 16)
     calculator.update_num_microbatches(4)
     assert calculator.get_num_microbatches() == 4
 
@@ -157,8 +187,8 @@ def test_sizes_that_are_left_out_are_named(missing):
             {"global_batch_size": 24, "rampup_batch_size": [6, 9, 20]},
         ),
         (
-            calculator.StepBatchsizeNumMicroBatchesCalculator(2, 3, True, 0, "0:7 0.1K:12", 10),
-            {"step_batch_size_schedule": "0:7 0.1K:12", "seq_length": 10},
+            calculator.StepBatchsizeNumMicroBatchesCalculator(2, 3, True, 0, "0:7 70:9 0.1K:12", 10),
+            {"step_batch_size_schedule": "0:7 70:9 0.1K:12", "seq_length": 10},
         ),
     ],
 )
