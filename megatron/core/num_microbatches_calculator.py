@@ -77,7 +77,8 @@ def build_batch_schedule(
 ) -> BatchSchedule:
     """Builds a ramp-up, a step schedule or a constant schedule. It must end with the global batch size.
 
-    seq_length: tokens per sample, required by step_batch_size_schedule. Raises ValueError for invalid or conflicting settings.
+    seq_length: tokens per sample, required by step_batch_size_schedule. Raises ValueError for invalid or conflicting
+    settings.
     """
     if rampup_batch_size is not None and step_batch_size_schedule is not None:
         raise ValueError("rampup_batch_size and step_batch_size_schedule are both given: choose only one schedule")

@@ -10,7 +10,6 @@ import pytest
 from megatron.tools.write_flag_docs import DOCS_FILE, SURFACE_FILE, flags_page, surface
 from megatron.training.command_line.flags import (
     KNOWN_FLAGS_FILE,
-    MODEL_SHAPE_DESTS,
     Flag,
     FlagState,
     flag_table,
@@ -143,4 +142,3 @@ def test_refusals_advise_only_what_a_user_can_do() -> None:
         assert not refused + unknown, sentence
     accepted = {flag.flags[0] for flag in flag_table().in_state(FlagState.NO_EFFECT)}
     assert set(NO_EFFECT_HINTS) <= accepted and set(HARMLESS) == accepted
-    assert set(MODEL_SHAPE_DESTS) <= {flag.dest for flag in _working()}

@@ -13,11 +13,12 @@ from megatron.tools.hugging_face.config_parts import ROTATION_KEYS, Values, wind
 from megatron.tools.hugging_face.expert_parts import expert_layers
 from megatron.tools.hugging_face.families import FAMILIES, Family
 from megatron.tools.hugging_face.quantized import QUANTIZATION, require_known_quantization
-from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, flag_table
+from megatron.training.command_line.checkpoint_rules import OnLoad, names_with
+from megatron.training.command_line.flags import flag_table
 
 # Model settings that config.json cannot express, or that only affect training.
-_NOT_COMPARED = ("seq_length", "make_vocab_size_divisible_by", "padded_vocab_size")
-_COMPARED = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_COMPARED), "vocab_size")
+_NOT_COMPARED = ("seq_length", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout")
+_COMPARED = tuple(name for name in names_with(OnLoad.WEIGHTS, OnLoad.MODEL, OnLoad.GIVEN) if name not in _NOT_COMPARED)
 # Settings of alternative position embeddings.
 _ROTATION = ("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings")
 # Keys that change no logits: names, tokens, losses of training, generation, quantization (which is dequantized), and

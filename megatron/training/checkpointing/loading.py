@@ -56,11 +56,12 @@ from megatron.training.checkpointing.run_state import (
     is_rank_0,
 )
 from megatron.training.checkpointing.run_values import (
-    changed_optimizer_settings,
     check_same_optimizer,
     checked_run_values,
+    describe_schedule,
     load_run_values,
     model_arguments,
+    noted_differences,
     order_of_arguments,
 )
 from megatron.training.checkpointing.train_state import TrainState
@@ -131,9 +132,9 @@ def load_run(
     with all_ranks_agree():
         if config.save is not None and config.load is not None and is_rank_0():
             carry_companions(config.load, config.save)
-    changed = changed_optimizer_settings(args, common["args"]) if scope.optimizer else []
-    if changed:
-        print_rank_0(f"  note: the optimizer continues with other settings: {', '.join(changed)}")
+    noted = noted_differences(args, common["args"], trains=optimizer is not None, optimizer=scope.optimizer)
+    if noted:
+        print_rank_0(f"  note: this run has other settings than the checkpoint's run: {', '.join(noted)}")
     weights_alone = "" if scope.position else ": weights only, training starts at iteration 0"
     print_rank_0(f"  successfully loaded checkpoint from {config.load} at iteration {found.iteration}{weights_alone}")
     return train_state.iteration
@@ -325,7 +326,15 @@ def _load_schedule(
             "format from which it is not read); give the schedule's own flags instead"
         )
     if stored is not None and (scope.optimizer or adopts):
+        given = scheduler.state_dict()
         scheduler.load_state_dict(stored)
+        used = scheduler.state_dict()
+        for whose, differences in (
+            ("the checkpoint's (--use-checkpoint-opt-param-scheduler)", describe_schedule(given, used)),
+            ("the command line's", describe_schedule(used, stored)),
+        ):
+            if differences:
+                print_rank_0(f"  note: the schedule is {whose}: {', '.join(differences)}")
     elif scope.position:
         why = "the checkpoint has none" if scope.optimizer else "--no-load-optim"
         print_rank_0(f"  note: the schedules of learning rate and weight decay start at step 0 ({why})")

@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,15 @@ from megatron.core.datasets.data_order import DataOrder, SplitOrder
 from megatron.core.datasets.utils import Split
 from megatron.core.dist_checkpointing import load_common
 from megatron.core.num_microbatches_calculator import build_batch_schedule
+from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.training.checkpointing.folder import CheckpointFormat, find_checkpoint, format_of
 from megatron.training.checkpointing.legacy import legacy_values
 from megatron.training.checkpointing.megatron_core import megatron_core_values
 from megatron.training.checkpointing.train_state import TrainState, is_count
+from megatron.training.command_line.checkpoint_rules import DERIVED, OnLoad, names_with, on_load_rules
 from megatron.training.command_line.errors import is_first_rank
-from megatron.training.command_line.flags import MODEL_SHAPE_DESTS, Flag, flag_table
+from megatron.training.command_line.flags import Flag, flag_table
+from megatron.training.command_line.parser import given_arguments
 from megatron.training.config import planned_samples
 
 _KINDS: dict[str, type] = {"iteration": int, "args": dict, "train_state": dict, "contents": dict, "frozen": list}
@@ -28,82 +31,16 @@ _KINDS: dict[str, type] = {"iteration": int, "args": dict, "train_state": dict, 
 _DERIVED = ("padded_vocab_size", "unpadded_vocab_size")
 _NUMBERS: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float)}
 _ADAPTERS = ("lora_rank", "lora_alpha", "lora_target_modules")
-# Arguments in MODEL_SHAPE_DESTS that do not affect the shape or the meaning of stored weights.
-_NOT_IN_WEIGHTS = (
-    "group_query_attention",  # implied by num_query_groups
-    "layernorm_epsilon",
-    "rotary_base",
-    # Changes when a model is trained further on longer texts.
-    "rotary_seq_len_interpolation_factor",
-    "use_rope_scaling",
-    "rope_scaling_factor",
-    "rope_type",
-    "rotary_scaling_factor",
-    "yarn_original_max_position_embeddings",
-    "yarn_beta_fast",
-    "yarn_beta_slow",
-    "yarn_correction_range_round_to_int",
-    "mscale",
-    "mscale_all_dim",
-    "window_size",
-    "window_attn_skip_freq",
-    "seq_length",
-    "make_vocab_size_divisible_by",
-    "moe_router_topk",
-    "moe_router_pre_softmax",
-    "moe_router_num_groups",
-    "moe_router_group_topk",
-    "moe_router_group_score",
-    "moe_router_topk_scaling_factor",
-    "untie_embeddings_and_output_weights",  # partial_load.py converts between the two
-    # A model may start with new adapters (see check_adapters).
-    *_ADAPTERS,
+# A different value means different weights, or weights with a different meaning. Adapters are compared separately, and
+# the vocabulary by its size without padding. Learned positions are weights.
+_SAME_MODEL = (
+    *(name for name in names_with(OnLoad.WEIGHTS) if name not in (*_ADAPTERS, "vocab_size")),
+    "max_position_embeddings",
+    "unpadded_vocab_size",
 )
-# A different value means different weights, or weights with a different meaning.
-_SAME_MODEL = (*(name for name in MODEL_SHAPE_DESTS if name not in _NOT_IN_WEIGHTS), "unpadded_vocab_size")
 # Sinkhorn is not a loss: it selects and weights experts, also in evaluation. Its flag has a coefficient for each type.
 _BALANCING = ("moe_router_load_balancing_type", "moe_aux_loss_coeff")
 _WITHOUT_FLAG = {"unpadded_vocab_size": "the size of the tokenizer's vocabulary"}
-# Arguments that determine the optimizer's state.
-_SAME_OPTIMIZER = ("optimizer", "fp16", "bf16")
-# Settings that a resumed run takes from its command line. They change the updates, so the log names those that differ:
-# first those of OptimizerConfig, then those of other parts. Learning rates and weight decay are compared by the
-# scheduler instead.
-NOTED_ON_RESUME = (
-    "decoupled_lr",
-    "decoupled_min_lr",
-    "apply_wd_to_qk_layernorm",
-    "adam_beta1",
-    "adam_beta2",
-    "adam_eps",
-    "sgd_momentum",
-    "clip_grad",
-    "muon_momentum",
-    "muon_nesterov",
-    "muon_num_ns_steps",
-    "muon_scale_mode",
-    "muon_extra_scale_factor",
-    "muon_split_qkv",
-    "loss_scale",
-    "min_loss_scale",
-    "loss_scale_window",
-    "hysteresis",
-    "optimizer_in_backward",
-    "optimizer_in_backward_clip",
-    "use_precision_aware_optimizer",
-    "main_grads_dtype",
-    "main_params_dtype",
-    "exp_avg_dtype",
-    "exp_avg_sq_dtype",
-    "deterministic_mode",
-    "qk_clip",
-    "qk_clip_alpha",
-    "qk_clip_threshold",
-    "moe_router_bias_update_rate",
-    "calculate_per_token_loss",
-    "accumulate_allreduce_grads_in_fp32",
-    "grad_reduce_in_bf16",
-)
 # Arguments that fix the order of the data.
 _ORDER = (
     "seed",
@@ -237,8 +174,8 @@ def args_to_json(args: argparse.Namespace) -> dict[str, Any]:
 def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
     """Implements --use-checkpoint-args: overwrites model arguments in `args` with values of the checkpoint to load.
 
-    Call it between parse_args and validate_args, on every rank. Not collective. Raises ValueError if there is no
-    checkpoint.
+    Rank 0 prints a line for each given argument that differs from the checkpoint, with the value that is used. Call it
+    between parse_args and validate_args, on every rank. Not collective. Raises ValueError if there is no checkpoint.
     """
     found = None if args.load is None else find_checkpoint(args.load, step=args.ckpt_step)
     if found is None and args.pretrained_checkpoint is not None:
@@ -248,30 +185,64 @@ def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
         where = f"--load {args.load}" if args.pretrained_checkpoint is None else args.pretrained_checkpoint
         raise ValueError(f"--use-checkpoint-args: no checkpoint found in {where}")
     stored = load_run_values(found.path)["args"]
-    # The checkpoint overrides the command line, as the flag promises.
-    vars(args).update(model_arguments(stored, here=vars(args)))
-    for name in ("hidden_dropout", "attention_dropout"):
-        here = vars(args).get(name)
-        if is_first_rank() and here is not None and stored.get(name, here) != here:
-            flag = f"--{name.replace('_', '-')}"
-            print(
-                f"note: {flag} is {vars(args)[name]}, replaced by {stored[name]} from the checkpoint",
-                file=sys.stderr,
-                flush=True,
-            )
+    given = _given_for_model(args)
+    here = args_to_json(argparse.Namespace(**{**vars(args), **{name: value for name, (value, _) in given.items()}}))
+    adopted = model_arguments(stored, here=here, given=given.keys())
+    lines = _lines_of_adoption(here, stored, adopted, sources={name: source for name, (_, source) in given.items()})
+    vars(args).update(adopted)
+    if "position_embedding_type" in adopted:
+        # The older flag would replace the adopted type during validation.
+        args.use_rotary_position_embeddings = False
+    if lines and is_first_rank():
+        print("\n".join(f"note: --use-checkpoint-args: {line}" for line in lines), file=sys.stderr, flush=True)
     return args
 
 
-def model_arguments(stored: Mapping[str, Any], *, here: Mapping[str, Any]) -> dict[str, Any]:
+def _given_for_model(args: argparse.Namespace) -> dict[str, tuple[Any, str]]:
+    """Returns (value, source) of each given argument by name. Other names of rotary positions become their meaning."""
+    given = {name: (vars(args)[name], source) for name, source in given_arguments(args).items()}
+    if "use_rotary_position_embeddings" in given and vars(args)["use_rotary_position_embeddings"]:
+        given["position_embedding_type"] = ("rope", given["use_rotary_position_embeddings"][1])
+    value, source = given.get("position_embedding_type", (None, ""))
+    if value == "yarn":
+        given |= {"position_embedding_type": ("rope", source), "rope_type": ("yarn", source)}
+    return given
+
+
+def _lines_of_adoption(
+    here: Mapping[str, Any], stored: Mapping[str, Any], adopted: Mapping[str, Any], *, sources: Mapping[str, str]
+) -> list[str]:
+    """Describes each given argument of the model that differs from the checkpoint, and each replaced default.
+
+    A default of the command line is named only if it could also have been meant (OnLoad.GIVEN).
+    """
+    names = dict.fromkeys((*names_with(OnLoad.WEIGHTS, OnLoad.MODEL, OnLoad.GIVEN), *adopted))
+    lines = []
+    for name in _different(here, stored, names=tuple(names)):
+        flag, value, theirs = _in_words(name, here=here[name], stored=stored[name])
+        if name in sources:
+            used = "the checkpoint's value is used" if name in adopted else f"{value} is used"
+            lines.append(f"{flag} is {value} ({sources[name]}), {theirs} in the checkpoint: {used}")
+        elif on_load_rules().get(name) is OnLoad.GIVEN and here[name] is not None:
+            lines.append(f"{flag} is not given: {theirs} is used, as in the checkpoint")
+    return lines
+
+
+def model_arguments(
+    stored: Mapping[str, Any], *, here: Mapping[str, Any], given: Set[str] = frozenset()
+) -> dict[str, Any]:
     """Returns the stored arguments with which a run with the arguments `here` computes the checkpoint's model.
 
-    Includes MODEL_SHAPE_DESTS, the vocabulary size of a model with more ids than its tokenizer, and the load-balancing
-    type if only the run or only the checkpoint uses Sinkhorn. A run that starts with new adapters keeps its adapter
-    arguments, and a run that creates its experts from a dense model keeps its expert arguments. Arguments newer than
-    the checkpoint keep their defaults, with which it was trained.
+    Includes the arguments with the rules WEIGHTS, MODEL and GIVEN, the vocabulary size of a model with more ids than
+    its tokenizer, and the load-balancing type if only the run or only the checkpoint uses Sinkhorn. A run keeps
+    arguments with the rule GIVEN that are in `given`, the adapter arguments if it starts with new adapters, and the
+    expert arguments if it creates its experts from a dense model. Arguments newer than the checkpoint keep their
+    defaults, with which it was trained.
     """
-    different = _uses_sinkhorn(stored) != _uses_sinkhorn(here)
-    names = (*MODEL_SHAPE_DESTS, *_BALANCING) if different else MODEL_SHAPE_DESTS
+    names = tuple(name for name in names_with(OnLoad.WEIGHTS, OnLoad.MODEL) if name != "vocab_size")
+    names = (*names, *(name for name in names_with(OnLoad.GIVEN) if name not in given))
+    if _uses_sinkhorn(stored) != _uses_sinkhorn(here):
+        names = (*names, *_BALANCING)
     # NullTokenizer has no file, so its vocabulary size is an argument of the run.
     if stored.get("tokenizer_type") != "NullTokenizer" and stored.get("vocab_size") is not None:
         names = (*names, "vocab_size")
@@ -325,7 +296,7 @@ def check_adapters(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
 
 def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
     """Raises ValueError naming the arguments that make the checkpoint's optimizer state unusable in this run."""
-    names: tuple[str, ...] = _SAME_OPTIMIZER
+    names = names_with(OnLoad.OPTIMIZER)
     if stored.get("optimizer") == "sgd" and stored.get("sgd_momentum") == 0:
         # SGD without momentum stores no state from which a run with momentum could continue.
         names = (*names, "sgd_momentum")
@@ -341,9 +312,28 @@ def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) ->
         )
 
 
-def changed_optimizer_settings(args: argparse.Namespace, stored: Mapping[str, Any]) -> list[str]:
-    """Describes the settings with which the run continues a checkpoint's optimizer and that differ from its run's."""
-    return list(_differences(args_to_json(args), stored, names=NOTED_ON_RESUME).values())
+def noted_differences(
+    args: argparse.Namespace, stored: Mapping[str, Any], *, trains: bool, optimizer: bool
+) -> list[str]:
+    """Describes the arguments that differ from the checkpoint's run and for which the command line decides.
+
+    trains: whether the run trains; evaluation only compares the model. optimizer: whether the optimizer's state is
+    loaded, which has already been compared. Includes arguments that a script added.
+    """
+    here, theirs = _model_of(args_to_json(args)), _model_of(stored)
+    names = [name for name in names_with(OnLoad.MODEL, OnLoad.GIVEN) if name not in _SAME_MODEL]
+    # A converted checkpoint stores the arguments of a model, but no run's.
+    if trains and stored.get("micro_batch_size", 0) is not None:
+        others = here.keys() - flag_table().by_dest.keys() - DERIVED
+        names += [*names_with(OnLoad.RUN), *sorted(others)]
+        names += [] if optimizer else names_with(OnLoad.OPTIMIZER)
+    return list(_differences(here, theirs, names=tuple(names)).values())
+
+
+def describe_schedule(here: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
+    """Describes the values of a run's schedule that differ from the checkpoint's. Both are states of a scheduler."""
+    names = [name for name in here if name != "num_steps" and stored.get(name, here[name]) != here[name]]
+    return [f"{name} is {here[name]} here, {stored[name]} in the checkpoint" for name in names]
 
 
 def order_of_arguments(here: argparse.Namespace, stored: Mapping[str, Any]) -> DataOrder | None:
@@ -392,6 +382,8 @@ def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
         model = {name: value for name, value in model.items() if not name.startswith("moe_")}
     elif model.get("moe_ffn_hidden_size") is None:
         model["moe_ffn_hidden_size"] = model.get("ffn_hidden_size")
+    # Implied by the number of groups.
+    model.pop("group_query_attention", None)
     model["add_qkv_bias"] = bool(model.get("add_qkv_bias") or model.get("add_bias_linear"))
     if model.get("multi_latent_attention"):
         # MLA has its own head sizes.
@@ -404,15 +396,34 @@ def _model_of(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _differences(here: Mapping[str, Any], stored: Mapping[str, Any], *, names: tuple[str, ...]) -> dict[str, str]:
-    # An argument that one side lacks comes from a different version. In this case only tensor shapes are compared.
-    different = [n for n in names if n in here and n in stored and here[n] != stored[n]]
+    different = _different(here, stored, names=names)
     return {name: _describe(name, here=here[name], stored=stored[name]) for name in different}
 
 
+def _different(here: Mapping[str, Any], stored: Mapping[str, Any], *, names: tuple[str, ...]) -> list[str]:
+    # An argument that one side lacks comes from a different version. In this case only tensor shapes are compared.
+    different = [n for n in names if n in here and n in stored and here[n] != stored[n]]
+    # A pattern may be written as a number, a text or a list.
+    return [n for n in different if n != "moe_layer_freq" or _expert_layers(here) != _expert_layers(stored)]
+
+
+def _expert_layers(values: Mapping[str, Any]) -> Any:
+    pattern, num_layers = values["moe_layer_freq"], values.get("num_layers")
+    if values.get("num_experts") is None or num_layers is None or pattern == 0:
+        return pattern
+    return layers_with_experts(values["num_experts"], pattern, num_layers=num_layers)
+
+
 def _describe(name: str, *, here: Any, stored: Any) -> str:
+    option, here, stored = _in_words(name, here=here, stored=stored)
+    return f"{option} is {here} here, {stored} in the checkpoint"
+
+
+def _in_words(name: str, *, here: Any, stored: Any) -> tuple[str, str, str]:
+    """Returns an argument's flag and both values, shortened, as in a message."""
     flag = flag_table().by_dest.get(name)
     # Derived arguments have no flag.
     option = _WITHOUT_FLAG.get(name, name) if flag is None else flag.flags[0]
     if flag is not None and flag.constant is not None:
         here, stored = ("on" if value == flag.constant else "off" for value in (here, stored))
-    return f"{option} is {here} here, {stored} in the checkpoint"
+    return option, f"{here!s:.80}", f"{stored!s:.80}"

@@ -8,7 +8,8 @@ import difflib
 import functools
 import sys
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
@@ -42,6 +43,8 @@ class FlagParser(argparse.ArgumentParser):
             super().print_help(file)
 
 
+# The source of arguments that parse_args reads from `argv`.
+COMMAND_LINE = "the command line"
 # Arguments whose flags existed in released versions of Megatron-LM and were removed. Scripts still read them.
 _FORMER_ARGUMENTS = {"use_legacy_models": False, "moe_use_legacy_grouped_gemm": False}
 
@@ -49,8 +52,14 @@ _FORMER_ARGUMENTS = {"use_legacy_models": False, "moe_use_legacy_grouped_gemm": 
 class RunArguments(argparse.Namespace):
     """Parsed arguments. Reading the argument of a rejected flag returns its default; `vars` does not contain it.
 
-    Scripts written for Megatron-LM read such arguments to pass them on or to select a code path.
+    Scripts written for Megatron-LM read such arguments to pass them on or to select a code path. given: sources of the
+    arguments that are not defaults, by name; see given_arguments.
     """
+
+    # A slot, because `vars` contains only arguments.
+    __slots__ = ("given",)
+
+    given: Mapping[str, str]
 
     def __getattr__(self, name: str) -> Any:
         """Returns the default of a rejected flag. Python calls this only for absent attributes."""
@@ -58,6 +67,17 @@ class RunArguments(argparse.Namespace):
         if name not in defaults:
             raise _AbsentArgument(name, tuple(vars(self)))
         return defaults[name]
+
+
+def given_arguments(args: argparse.Namespace) -> Mapping[str, str]:
+    """Returns the source of each argument that was given, in words: the command line, a file or a preset.
+
+    In a namespace that parse_args did not create, arguments that differ from their flag's default count as given.
+    """
+    if isinstance(args, RunArguments) and hasattr(args, "given"):
+        return args.given
+    flags = flag_table().by_dest
+    return {name: COMMAND_LINE for name, value in vars(args).items() if name in flags and value != flags[name].default}
 
 
 class _AbsentArgument(AttributeError):
@@ -150,6 +170,21 @@ def build_parser(
     with suppress(argparse.ArgumentError):
         parser.add_argument("--version", action=PrintVersions)
     return parser, script_dests, own.mistakes
+
+
+def given_dests(parser: argparse.ArgumentParser, words: Sequence[str]) -> list[str]:
+    """Returns the names of the arguments whose flags are among the words of a command line."""
+    flags = {word.partition("=")[0] for word in words}
+    given = [action for action in parser._actions if not flags.isdisjoint(action.option_strings)]
+    # Flags that are rejected, and --help, store no value.
+    return list(dict.fromkeys(action.dest for action in given if action.default is not argparse.SUPPRESS))
+
+
+def repeated_flags(parser: argparse.ArgumentParser, words: Sequence[str]) -> dict[argparse.Action, int]:
+    """Returns the flags with a value that a command line gives more than once, and how often."""
+    flags = Counter(word.partition("=")[0] for word in words)
+    counts = {action: sum(flags[word] for word in action.option_strings) for action in parser._actions}
+    return {action: count for action, count in counts.items() if count > 1 and action.nargs != 0}
 
 
 def _add_flag(parser: argparse._ActionsContainer, flag: Flag, *, mistakes: list[str]) -> None:

@@ -25,6 +25,7 @@ from megatron.core.transformer.moe_config import MoEConfig, validate_moe_layer_f
 from megatron.core.transformer.offload_config import recomputed_parts
 from megatron.core.transformer.pipeline_split import num_parts_in_layout
 from megatron.core.transformer.router_config import RouterConfig
+from megatron.training.command_line.checkpoint_rules import changes_results
 from megatron.training.command_line.config_builder import (
     config_from_args,
     core_transformer_config_from_args,
@@ -37,6 +38,7 @@ from megatron.training.command_line.config_builder import (
 from megatron.training.command_line.conflicts import check_faults, check_fully_sharded, check_graphs, check_optimizer
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
 from megatron.training.command_line.flags import flag_table, flags_of_class
+from megatron.training.command_line.parser import COMMAND_LINE, given_arguments
 
 _MOST_PLANNED_RANKS = 1 << 18
 
@@ -47,10 +49,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     Raises CommandLineError (a ValueError) with one line per problem, which names the flags and the correction. Every
     rank raises the same error. After an error, the arguments must not be used.
     """
-    # A script's default never replaces a given value.
-    for name, value in (defaults or {}).items():
-        if vars(args).get(name) is None:
-            vars(args)[name] = value
+    _apply_defaults(args, defaults or {})
     invalid = invalid_values(args)
     needed = _needed(args)
     small = [name for name in needed if vars(args)[name] is None or vars(args)[name] < 1]
@@ -60,6 +59,20 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     if problems:
         raise CommandLineError("\n".join(dict.fromkeys(problems)))
     return args
+
+
+def _apply_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
+    """Sets arguments that are None to a script's defaults, and prints a note about other defaults that do not apply."""
+    given, kept = given_arguments(args), []
+    for name, value in defaults.items():
+        here = vars(args).get(name)
+        if here is None:
+            vars(args)[name] = value
+        elif here != value and changes_results(name):
+            flag, source = flag_table().by_dest.get(name), given.get(name, "the flag's default")
+            kept.append(f"{name if flag is None else flag.flags[0]} is {here} ({source}) instead of {value}")
+    if kept and is_first_rank():
+        print(f"note: defaults of the script are not used: {', '.join(kept)}", file=sys.stderr, flush=True)
 
 
 def _replace(args: argparse.Namespace, values: Mapping[str, int | None]) -> list[str]:
@@ -439,7 +452,7 @@ def _settle_adapters(args: argparse.Namespace) -> str | None:
 def check_rotation(args: argparse.Namespace) -> Iterator[str]:
     """Sets the position-embedding type from its older flag, and yields errors for rotary flags without rope."""
     if args.use_rotary_position_embeddings:
-        args.position_embedding_type = "rope"
+        yield from _rotate(args)
     if _is_set(args, "rope_scaling_factor") and not args.use_rope_scaling:
         yield "--rope-scaling-factor needs --use-rope-scaling: add it, or drop the factor"
     yield from name_yarn_once(args)
@@ -453,6 +466,17 @@ def check_rotation(args: argparse.Namespace) -> Iterator[str]:
         if _is_set(args, name):
             flag = f"--{name.replace('_', '-')}"
             yield f"{flag} needs --position-embedding-type rope: add it, or drop {flag}"
+
+
+def _rotate(args: argparse.Namespace) -> Iterator[str]:
+    """Applies --use-rotary-position-embeddings, and yields an error if --position-embedding-type contradicts it."""
+    kind = args.position_embedding_type
+    # The default may also come from a file of --print-config.
+    is_default = kind == "learned_absolute" and given_arguments(args).get("position_embedding_type") != COMMAND_LINE
+    if kind not in ("rope", "yarn") and not is_default:
+        yield f"--position-embedding-type is {kind} and --use-rotary-position-embeddings is given: drop one of them"
+    elif kind != "yarn":
+        args.position_embedding_type = "rope"
 
 
 def name_yarn_once(args: argparse.Namespace) -> Iterator[str]:

@@ -119,7 +119,7 @@ def test_sizes_are_rounded_down_only_where_asked():
             "START plus a multiple of INCREMENT must equal global_batch_size, which is 8",
         ),
         ({"rampup_batch_size": [2, 0, 9]}, "START and INCREMENT must be at least 1"),
-        ({"step_batch_size_schedule": "0:2 5:4", "seq_length": 1}, "global_batch_size is 8: must be omitted or be the last"),
+        ({"step_batch_size_schedule": "0:2 5:4", "seq_length": 1}, "global_batch_size is 8: must be omitted"),
         ({"step_batch_size_schedule": "0:2;5:8", "seq_length": 1}, "must be THRESHOLD:BATCH_SIZE pairs"),
         (
             {"step_batch_size_schedule": "0:2 5:4 5:8", "seq_length": 1},

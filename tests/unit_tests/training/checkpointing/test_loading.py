@@ -162,13 +162,13 @@ def test_rates_after_a_resume_follow_the_schedule_that_the_flags_choose(stored, 
     assert found == pytest.approx([rate(style, start), rate(style, start + 4)], abs=1e-12)
 
 
-def test_settings_of_the_optimizer_that_changed_are_named(tmp_path, capsys):
+def test_settings_that_changed_are_named(tmp_path, capsys):
     SmallRun(adam_beta2=0.95, clip_grad=1.0, adam_eps=1e-8).train(1).save(tmp_path)
     capsys.readouterr()
     SmallRun(adam_beta2=0.99, clip_grad=0.5, adam_eps=1e-8).load(tmp_path)
     assert (
-        "note: the optimizer continues with other settings: --adam-beta2 is 0.99 here, 0.95 in the checkpoint, "
-        "--clip-grad is 0.5 here, 1.0 in the checkpoint\n"
+        "note: this run has other settings than the checkpoint's run: --adam-beta2 is 0.99 here, 0.95 in the "
+        "checkpoint, --clip-grad is 0.5 here, 1.0 in the checkpoint\n"
     ) in capsys.readouterr().out
 
 
