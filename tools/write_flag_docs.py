@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
 
+from megatron.training.command_line.checkpoint_rules import on_load_rules
 from megatron.training.command_line.flags import Flag, FlagState, FlagTable, flag_table, refusal
 from megatron.training.command_line.refusals import HARMLESS
 from megatron.training.command_line.values import choice_names, text_of_value
@@ -21,7 +22,9 @@ INTRODUCTION = """\
 Written by `python -m tools.write_flag_docs`; do not edit.
 
 Every flag may be given on the command line (`--flag value` or `--flag=value`, never abbreviated) or in the YAML file of
-`--config`, under its *name in files*. The command line takes precedence over the file, and the file over defaults.
+`--config`, under its *name in files*. The command line takes precedence over the file, the file over the preset of
+`--model`, and the preset over defaults. The column *on load* names the rule that decides between the command line and
+a checkpoint; [checkpoints.md](checkpoints.md#which-arguments-come-from-the-checkpoint) describes the rules.
 `--print-config` prints the result as such a file. Of {total} known flags, {works} work, {no_effect} are accepted and
 change nothing, {default_only} are rejected unless they are set to their defaults, and {refused} are rejected.
 """
@@ -47,7 +50,8 @@ def flags_page(table: FlagTable) -> str:
     counts = {state.name.lower(): len(table.in_state(state)) for state in FlagState}
     lines = [INTRODUCTION.format(total=len(table.flags), **counts), "## Working flags", ""]
     for title, flags in table.working_groups().items():
-        lines += [f"### {title}", "", "| flag | name in files | value | default | meaning |", "|---|---|---|---|---|"]
+        lines += [f"### {title}", "", "| flag | name in files | value | default | on load | meaning |"]
+        lines.append("|---|---|---|---|---|---|")
         lines += [_working_row(flag) for flag in flags]
         lines.append("")
     lines += _configurations_section(table)
@@ -80,7 +84,8 @@ def _working_row(flag: Flag) -> str:
     )
     default = "" if flag.default is None or flag.constant is not None else f"`{text_of_value(flag.default)}`"
     help_text = flag.help.replace("|", "\\|").replace("*", "\\*")
-    return f"| {names} | `{flag.dest}` | {values} | {default} | {help_text} |"
+    rule = on_load_rules()[flag.dest].value
+    return f"| {names} | `{flag.dest}` | {values} | {default} | {rule} | {help_text} |"
 
 
 def _configurations_section(table: FlagTable) -> list[str]:

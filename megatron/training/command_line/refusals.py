@@ -68,7 +68,7 @@ REFUSALS: tuple[tuple[str, str], ...] = (
     (r"--use-mp-args-from-checkpoint-args$", _CANONICAL),
     (
         r"--no-use-tokenizer-model-from-checkpoint-args$",
-        "--use-checkpoint-args reads only the model's shape: remove it",
+        "--use-checkpoint-args never reads the tokenizer: remove it",
     ),
     (
         r"--no-weight-decay-cond-type$",

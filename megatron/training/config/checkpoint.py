@@ -68,7 +68,9 @@ class CheckpointConfig:
         help="Initialize an MoE model from the dense checkpoint in --load: each expert is a copy of the dense layer.",
     )
     ckpt_step: int | None = config_field(None, help="Load this step instead of the latest.", at_least=0)
-    use_checkpoint_args: bool = config_field(False, help="Use the model's shape from the checkpoint in --load.")
+    use_checkpoint_args: bool = config_field(
+        False, help="Use the model's arguments from the checkpoint in --load (rules weights, model and given)."
+    )
     exit_on_missing_checkpoint: bool = config_field(
         False, help="Stop if --load holds no checkpoint, instead of starting from scratch."
     )
