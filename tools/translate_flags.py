@@ -53,7 +53,7 @@ class Effect(IntEnum):
 VERDICTS = {
     Effect.SAME: "trains the same: model, data, optimizer and schedule agree, and losses do up to rounding",
     Effect.SPEED: "trains the same, but slower or faster, or with other memory",
-    Effect.DIFFERENT: "trains differently: a setting that changes losses is not available",
+    Effect.DIFFERENT: "trains differently: a setting that changes losses is not available, or has another meaning",
 }
 
 
@@ -74,7 +74,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that is replaced or omitted. becomes: the words that replace it; empty if it is omitted."""
+    """A setting that is replaced or omitted, or whose meaning differs. becomes: its words; empty if it is omitted."""
 
     setting: Setting
     becomes: tuple[str, ...]
@@ -83,6 +83,8 @@ class Change:
 
     def __str__(self) -> str:
         result = f"becomes {' '.join(self.becomes)}" if self.becomes else "left out"
+        if self.becomes == (self.setting.flag, *self.setting.words):
+            result = "kept"
         return f"[{self.effect.name.lower()}] {self.setting}: {result}: {self.why}"
 
 
@@ -114,7 +116,7 @@ class Rule:
         words: list[str] = []
         for word in self.becomes:
             words += setting.words if word == "{value}" else [word]
-        return tuple(words)
+        return tuple(_plus_one(setting) if word == "{value + 1}" else word for word in words)
 
 
 @dataclass(frozen=True)
@@ -210,13 +212,18 @@ def change_of(setting: Setting, command: Mapping[str, Setting], *, own_script: b
     if rule is not None:
         becomes = rule.result(setting)
         unchanged = becomes == (setting.flag, *setting.words)
-        return None if unchanged else Change(setting, becomes, rule.effect, rule.why)
+        return None if unchanged and rule.effect is Effect.SAME else Change(setting, becomes, rule.effect, rule.why)
     if flag is None:
         if own_script:
             return None
         why = "it is not a known flag of Megatron-LM; add it to your script with extra_args_provider"
         return Change(setting, (), Effect.DIFFERENT, why)
     return _change_by_state(setting, flag)
+
+
+def _plus_one(setting: Setting) -> str:
+    """Returns the number after a setting's value, or a shell expression if the value is a variable."""
+    return str(int(setting.text) + 1) if setting.text.isdigit() else f"$(({setting.text}+1))"
 
 
 def _change_by_state(setting: Setting, flag: Flag) -> Change | None:

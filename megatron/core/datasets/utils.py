@@ -1,6 +1,7 @@
 """Parses --data-path and --split into blends of datasets and parts of a corpus. Reads no data."""
 
 import math
+import re
 from enum import Enum
 
 # Prefixes of .bin/.idx pairs, and their weights or None.
@@ -32,7 +33,7 @@ def get_blend_from_list(blend: list[str] | None) -> Blend | None:
     weights = [_as_number(word) for word in blend[0::2]]
     # A single word is a prefix even if it is a number.
     if len(blend) == 1 or all(weight is None for weight in weights):
-        return blend, None
+        return [prefix.strip() for prefix in blend], None
     if len(blend) % 2 or any(weight is None for weight in weights):
         raise ValueError(
             f"data_path is {' '.join(blend)}: must be WEIGHT PREFIX pairs, or only prefixes (a prefix that looks "
@@ -49,10 +50,13 @@ def _as_number(word: str) -> float | None:
 
 
 def parse_split(split: str) -> list[float]:
-    """Parses --split into three shares that sum to 1. Raises ValueError unless it is 1 to 3 numbers >= 0, not all 0."""
+    """Parses --split into three shares that sum to 1. Raises ValueError unless it is 1 to 3 numbers >= 0, not all 0.
+
+    As in Megatron-LM, commas, blanks, slashes or colons separate the numbers, which may be in brackets.
+    """
     try:
         # Launch scripts that keep their flags in arrays often include quotes: '99,1,0'.
-        weights = [float(word) for word in split.strip("'\"").split(",")]
+        weights = [float(word) for word in re.split(r"\s*[,/:]\s*|\s+", split.strip("'\"[]() "))]
     except ValueError:
         weights = []
     if not 1 <= len(weights) <= len(Split) or any(not math.isfinite(w) or w < 0 for w in weights) or not sum(weights):

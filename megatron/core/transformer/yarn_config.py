@@ -28,7 +28,7 @@ class YarnConfig:
         None,
         flags=("--yarn-original-max-position-embeddings",),
         dest="yarn_original_max_position_embeddings",
-        help="With yarn: context length before the extension; default: 4096.",
+        help="With yarn: context length in tokens before the extension; default: 4096.",
         at_least=1,
     )
     beta_fast: float | None = config_field(

@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
+from dataclasses import fields
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron.core.device import without_memory
 from megatron.core.model_parallel_config import check_multiple
 from megatron.core.models.gpt.gpt_config import default_ffn_hidden_size
 from megatron.core.num_microbatches_calculator import NumMicroBatches, build_batch_schedule
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import DEFAULT_ORDER, rank_grids
 from megatron.core.transformer.moe.dispatch_flex import require_flex_backend
 from megatron.core.transformer.moe_config import MoEConfig, validate_moe_layer_freq
@@ -359,8 +361,7 @@ def settle_meanings(args: argparse.Namespace) -> None:
         _settle_offload,
         _settle_context,
         _settle_positions,
-        _settle_scale,
-        _settle_warmup,
+        _settle_unused,
         _settle_wandb,
         _settle_adapters,
     )
@@ -416,17 +417,38 @@ def _settle_positions(args: argparse.Namespace) -> str | None:
     )
 
 
-def _settle_scale(args: argparse.Namespace) -> str | None:
-    given = [name for name in ("loss_scale", "min_loss_scale", "initial_loss_scale") if _is_set(args, name)]
-    if not given or args.fp16:
-        return None
-    return f"{', '.join(flag_table().by_dest[name].flags[0] for name in given)} has no effect without --fp16"
+def _settle_unused(args: argparse.Namespace) -> str | None:
+    """Returns a note about given flags that other flags leave without an effect."""
+    given = given_arguments(args)
+    increases = args.weight_decay_incr_style != "constant"
+    both_decays = args.start_weight_decay is not None and args.end_weight_decay is not None
+    unused = {
+        "without --fp16": not args.fp16 and _LOSS_SCALES,
+        f"with --optimizer {args.optimizer}": _settings_of_other_optimizers(args.optimizer),
+        "without --lr-decay-style WSD": args.lr_decay_style != "WSD" and ("lr_wsd_decay_style",),
+        "with --lr-decay-style constant": args.lr_decay_style == "constant" and ("min_lr",),
+        "with --start-weight-decay and --end-weight-decay": increases and both_decays and ("weight_decay",),
+        "with --init-method-xavier-uniform": args.init_method_xavier_uniform and ("init_method_std",),
+        "without warm-up (--lr-warmup-iters, -samples or -fraction)": (
+            not (args.lr_warmup_iters or args.lr_warmup_samples or args.lr_warmup_fraction) and ("lr_warmup_init",)
+        ),
+    }
+    notes = []
+    for reason, names in unused.items():
+        # Scripts pass many flags with their default values, which require no message.
+        flags = [flag_table().by_dest[name].flags[0] for name in names or () if name in given and _is_set(args, name)]
+        notes += [f"{', '.join(flags)} has no effect {reason}"] if flags else []
+    return "\nnote: ".join(notes) or None
 
 
-def _settle_warmup(args: argparse.Namespace) -> str | None:
-    if args.lr_warmup_init == 0 or args.lr_warmup_iters or args.lr_warmup_samples or args.lr_warmup_fraction:
-        return None
-    return f"--lr-warmup-init {args.lr_warmup_init} has no effect without --lr-warmup-iters, -samples or -fraction"
+_LOSS_SCALES = ("loss_scale", "min_loss_scale", "initial_loss_scale", "loss_scale_window", "hysteresis")
+
+
+def _settings_of_other_optimizers(optimizer: str) -> list[str]:
+    """Returns the names of the optimizer settings that this optimizer does not use. Muon updates vectors with Adam."""
+    unused = {"muon_": "muon", "sgd_": "sgd", "adam_": ("adam", "muon", "distributed_fused_adam")}
+    prefixes = tuple(prefix for prefix, users in unused.items() if optimizer not in users)
+    return [field.name for field in fields(OptimizerConfig) if field.name.startswith(prefixes)] if prefixes else []
 
 
 def _settle_wandb(args: argparse.Namespace) -> str | None:

@@ -51,7 +51,8 @@ def _write(folder: Path, *words: str, program: str = "pretrain_gpt.py") -> Path:
 
 
 def test_a_command_that_works_as_it_is_stays_as_it_is() -> None:
-    assert _translate(*MODEL, *RUN, *DATA, "--bf16") == ([*MODEL, *RUN, *DATA, "--bf16"], Effect.SAME)
+    data = ["--mock-data", "--tokenizer-type", "ByteLevelTokenizer"]
+    assert _translate(*MODEL, *RUN, *data, "--bf16") == ([*MODEL, *RUN, *data, "--bf16"], Effect.SAME)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +86,26 @@ def test_a_command_that_works_as_it_is_stays_as_it_is() -> None:
         ("--no-such-flag 3", "", Effect.DIFFERENT),
         ("--position-embedding-type mrope", "", Effect.DIFFERENT),
         ("--mamba-state-dim 128", "", Effect.SAME),  # set to its default, in a script that sets every flag
+        # Flags whose meaning differs, and lists and units of the same meaning.
+        ("--tokenizer-type NullTokenizer --vocab-size 64",
+         "--tokenizer-type NullTokenizer --vocab-size 65", Effect.SAME),
+        ("--vocab-size ${V} --tokenizer-type NullTokenizer", "--vocab-size $((${V}+1)) --tokenizer-type NullTokenizer",
+         Effect.SAME),
+        ("--tokenizer-type NullTokenizer --vocab-size 64 --null-tokenizer-eod-id 3",
+         "--tokenizer-type NullTokenizer --vocab-size 64 --null-tokenizer-eod-id 3", Effect.SAME),
+        ("--tokenizer-type HuggingFaceTokenizer --vocab-size 64", "--tokenizer-type HuggingFaceTokenizer", Effect.SAME),
+        ("--tokenizer-type TikTokenizer --vocab-size 64", "--tokenizer-type TikTokenizer --vocab-size 64", Effect.SAME),
+        ("--use-checkpoint-args --load x --hidden-dropout 0.1", "--use-checkpoint-args --load x", Effect.SAME),
+        ("--load x --hidden-dropout 0.1", "--load x --hidden-dropout 0.1", Effect.SAME),
+        ("--dataloader-type cyclic", "--dataloader-type cyclic", Effect.DIFFERENT),
+        ("--dataloader-type single", "--dataloader-type single", Effect.SAME),
+        ("--moe-router-load-balancing-type seq_aux_loss global_aux_loss",
+         "--moe-router-load-balancing-type seq_aux_loss global_aux_loss", Effect.DIFFERENT),
+        ("--embedding-init-method-std 0.3", "--embedding-init-method-std 0.3", Effect.DIFFERENT),
+        ("--step-batch-size-schedule 0:2,0.256K:4", "--step-batch-size-schedule 0:2,0.256K:4", Effect.SAME),
+        ("--moe-layer-freq ([0]*3+[1]*45)", "--moe-layer-freq ([0]*3+[1]*45)", Effect.SAME),
+        ("--window-size (128,0) --split 969/30/1", "--window-size (128,0) --split 969/30/1", Effect.SAME),
+        ("--moe-layer-freq [i%2]", "", Effect.DIFFERENT),
     ],
 )  # fmt: skip
 def test_flags_become_ours(given: str, result: str, effect: Effect) -> None:

@@ -350,6 +350,31 @@ def test_a_wrong_value_is_told_once_and_not_as_a_contradiction() -> None:
             "--cp-comm-type is set to a2a, because p2p",
         ),
         ("--context-parallel-size 2 --attention-dropout 0", "cp_comm_type", "p2p", None),
+        (
+            "--hysteresis 4 --loss-scale 8 --bf16",
+            "hysteresis",
+            4,
+            "--loss-scale, --hysteresis has no effect without",
+        ),
+        ("--hysteresis 4 --fp16", "hysteresis", 4, None),
+        ("--sgd-momentum 0.5", "sgd_momentum", 0.5, "--sgd-momentum has no effect with --optimizer adam"),
+        ("--sgd-momentum 0.5 --optimizer sgd", "sgd_momentum", 0.5, None),
+        ("--adam-beta1 0.5 --optimizer sgd", "adam_beta1", 0.5, "--adam-beta1 has no effect with --optimizer sgd"),
+        ("--min-lr 1e-5 --lr-decay-style constant", "min_lr", 1e-5, "--min-lr has no effect with --lr-decay-style"),
+        ("--lr-wsd-decay-style linear", "lr_wsd_decay_style", "linear", "without --lr-decay-style WSD"),
+        (
+            "--init-method-xavier-uniform --init-method-std 0.3",
+            "init_method_std",
+            0.3,
+            "--init-method-std has no effect",
+        ),
+        (
+            "--weight-decay 0.3 --weight-decay-incr-style linear --start-weight-decay 0.1 --end-weight-decay 0.2",
+            "weight_decay",
+            0.3,
+            "--weight-decay has no effect with --start-weight-decay and --end-weight-decay",
+        ),
+        ("--lr-warmup-init 1e-5", "lr_warmup_init", 1e-5, "--lr-warmup-init has no effect without warm-up"),
     ],
 )
 def test_flags_that_leave_one_meaning_get_it_and_a_note(
