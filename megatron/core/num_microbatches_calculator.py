@@ -133,15 +133,16 @@ def parse_step_schedule(text: str, *, seq_length: int | None) -> BatchSchedule:
     shown = f"step_batch_size_schedule is {text!r}"
     if seq_length is None:
         raise ValueError(f"seq_length is None: must be set, because thresholds count tokens ({shown})")
-    entries = [re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", word, re.I) for word in re.findall(r"[^\s,]+", text)]
-    if not entries or None in entries:
+    words = re.findall(r"[^\s,]+", text)
+    entries = [found for word in words if (found := re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", word, re.I))]
+    if not words or len(entries) < len(words):
         raise ValueError(
             f'{shown}: must be THRESHOLD:BATCH_SIZE pairs separated by spaces or commas, such as "0:256 2B:512"; '
             "thresholds count tokens"
         )
-    pairs = [(_threshold(entry[1], entry[2], seq_length=seq_length), int(entry[3])) for entry in entries if entry]
+    pairs = [(_threshold(entry[1], entry[2], seq_length=seq_length), int(entry[3])) for entry in entries]
     starts, sizes = zip(*pairs)
-    if starts[0] != 0 or any(a >= b for a, b in zip(starts, starts[1:])):
+    if float(entries[0][1]) > 0 or any(a >= b for a, b in zip(starts, starts[1:])):
         raise ValueError(
             f"{shown}: thresholds must start at 0 and increase; they count tokens, and in samples of seq_length "
             f"({seq_length}) they are {list(starts)}"

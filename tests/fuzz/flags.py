@@ -35,7 +35,7 @@ WORDS: dict[str, list[str]] = {
     "exit_signal": ["SIGTERM", "term", "15", "9", "999", "SIGX", "SIGUSR1", "0"],
     "attention_backend": ["flash", "unfused", "local", "auto", "fused", "x"],
     "pipeline_model_parallel_layout": ["Et|tL", "E|t|t|L", "Ett|L", "(t|)*2L", "Et*99999999999|L", "|", "((", "t*0|tL"],
-    "step_batch_size_schedule": ["0:2", "0:2,256:4", "0:4 1K:8", "5:2", "0:0", "0:2 1T:4", "0:4 99999999999999999999T:8"],
+    "step_batch_size_schedule": ["0:2", "0:2,256:4", "0:4 1K:8", "5:2", "0:0", "0:2 1T:4", "0:4 99999999999999T:8"],
     "split": ["1,0,0", "8,1,1", "0,0,0", "-1,1,1", "nan,1,1", "1e308,1e308,1", "1,2,3,4", "100", "1,,1"],
     "tokenizer_type": ["NullTokenizer", "ByteLevelTokenizer", "HuggingFaceTokenizer", "TikTokenizer"],
     "hybrid_layer_pattern": ["M*M-"],

@@ -175,7 +175,7 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
             "",
             ["becomes 3: must be a multiple of --micro-batch-size"],
         ),
-        ("--step-batch-size-schedule 50:2", "", ["--step-batch-size-schedule is '50:2'", "must start at 0"]),
+        ("--step-batch-size-schedule 5:2", "", ["--step-batch-size-schedule is '5:2'", "must start at 0"]),
         ("--decoupled-min-lr 0.1", "", ["--decoupled-min-lr is 0.1: requires --decoupled-lr"]),
         ("--decoupled-lr 0.1 --decoupled-min-lr 1", "", ["--decoupled-lr is 0.1: must be at least its minimum, 1.0"]),
         (
