@@ -186,9 +186,13 @@ def continue_after_restart(args: argparse.Namespace) -> str | None:
     count = sum(int(os.environ.get(name, "0")) for name in RESTART_COUNTS)
     if count == 0 or args.save is None or args.skip_train or not complete_iterations(Path(args.save)):
         return None
+    first_start = [name for name, value in CONTINUE_RUN.items() if vars(args)[name] != value]
+    first_start += ["load"] if args.load not in (None, args.save) else []
     args.load = args.save
     vars(args).update(CONTINUE_RUN)
-    return f"  restart {count}: continuing from --save {args.save}"
+    flags = ", ".join(f"--{name.replace('_', '-')}" for name in first_start)
+    only = f"; {flags} applied to the first start only" if flags else ""
+    return f"  restart {count}: continuing from --save {args.save}{only}"
 
 
 def keep_global_batch_size(args: argparse.Namespace) -> str | None:

@@ -133,6 +133,7 @@ DERIVED = frozenset(
     """
     rank local_rank iteration consumed_train_samples consumed_valid_samples data_parallel_size params_dtype
     unpadded_vocab_size virtual_pipeline_model_parallel_size release_gradients shard_gradients
+    num_floating_point_operations_so_far
     """.split()
 )
 

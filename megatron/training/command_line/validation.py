@@ -428,6 +428,7 @@ def _settle_unused(args: argparse.Namespace) -> str | None:
         "without --lr-decay-style WSD": args.lr_decay_style != "WSD" and ("lr_wsd_decay_style",),
         "with --lr-decay-style constant": args.lr_decay_style == "constant" and ("min_lr",),
         "with --start-weight-decay and --end-weight-decay": increases and both_decays and ("weight_decay",),
+        "with --multi-latent-attention": args.multi_latent_attention and ("kv_channels",),
         "with --init-method-xavier-uniform": args.init_method_xavier_uniform and ("init_method_std",),
         "without warm-up (--lr-warmup-iters, -samples or -fraction)": (
             not (args.lr_warmup_iters or args.lr_warmup_samples or args.lr_warmup_fraction) and ("lr_warmup_init",)
