@@ -37,7 +37,7 @@ WORDS = {
 WORKING = [flag for flag in flag_table().by_dest.values() if flag.state is FlagState.WORKS]
 # Flags that choose sources or the checkpoint or change the launch, an old name of --position-embedding-type rope, and a
 # flag whose only value is its default.
-OTHERS = (*NOT_IN_FILES, "model", "model_scale", "load", "pretrained_checkpoint", "ckpt_step")
+OTHERS: tuple[str, ...] = (*NOT_IN_FILES, "model", "model_scale", "load", "pretrained_checkpoint", "ckpt_step")
 OTHERS += ("use_rotary_position_embeddings", "moe_use_upcycling", "fake_process_group")
 OTHERS += ("yarn_correction_range_round_to_int",)
 
