@@ -44,12 +44,32 @@ class ChatRecord:
         return bool(answers) and answers <= self.untrained
 
     @property
+    def is_plain(self) -> bool:
+        """Whether all contents are texts, and there are no calls."""
+        return not self.has_tool_calls and all(isinstance(message["content"], str) for message in self.messages)
+
+    @property
     def has_tool_calls(self) -> bool:
         return any(message.get(name) for message in self.messages for name in CALL_FIELDS)
 
     @property
     def has_null_content(self) -> bool:
         return any(message.get("content") is None for message in self.messages)
+
+    def parts(self) -> Iterator[Any]:
+        """Yields contents that are lists or objects instead of a text."""
+        for message in self.messages:
+            if isinstance(message.get("content"), list | dict) and message["content"]:
+                yield message["content"]
+
+    def with_joined_parts(self) -> "ChatRecord":
+        """Returns the conversation with a text in place of a content that consists of a single part of text."""
+        messages = [{**message} for message in self.messages]
+        for message in messages:
+            match message.get("content"):
+                case [{"text": str(text), **others}] if others.keys() <= {"type"}:
+                    message["content"] = text
+        return replace(self, messages=messages)
 
     def quoted_arguments(self) -> Iterator[str]:
         """Yields the arguments of tool calls that are JSON text, as a template writes them that encodes them again."""
@@ -107,7 +127,8 @@ def _message(message: Any, key: str) -> dict[str, Any]:
         others = {name: value for name, value in message.items() if name not in ("from", "value")}
         role = ROLES.get(role, role) if isinstance(role, str) else role
         message = {**others, "role": role, "content": message["value"]}
-    if not isinstance(message.get("role"), str):
+    has_content = "content" in message or any(message.get(name) for name in CALL_FIELDS)
+    if not isinstance(message.get("role"), str) or not has_content:
         raise ValueError(f"a message of {key!r} has the keys {sorted(message)}: must have role and content")
     if message["role"] == "function_call":
         raise ValueError("a message has the role 'function_call': must be an assistant's message with tool_calls")

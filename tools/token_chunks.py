@@ -229,21 +229,30 @@ def _encode_chat(settings: EncodeSettings, record: dict[str, Any]) -> MarkedToke
 
 
 def _render(template: ChatTemplate, chat: ChatRecord) -> RenderedChat:
-    """Renders a chat. Raises ChatTemplateError also for a template that does not write tool calls."""
-    if chat.has_tool_calls or chat.has_null_content:
-        text = template.text(chat.messages, tools=chat.tools)
-        if any(quoted in text for quoted in chat.quoted_arguments()):
-            chat = chat.with_parsed_arguments()
-            text = template.text(chat.messages, tools=chat.tools)
-        if chat.has_null_content and "None" in text:
-            # A template that prints a null would teach the assistant to say None.
-            filled = chat.with_empty_content()
-            text_of_filled = template.text(filled.messages, tools=chat.tools)
-            if text_of_filled.count("None") < text.count("None"):
-                chat, text = filled, text_of_filled
-        if chat.has_tool_calls and text == _text_without_calls(template, chat):
-            raise ChatTemplateError("the chat template does not write the tool calls of this conversation")
+    """Renders a chat. Raises ChatTemplateError also for a template that does not write tool calls or parts as text."""
+    chat = chat if chat.is_plain else _adapted(chat, template)
     return template.render(chat.messages, untrained=chat.untrained, tools=chat.tools)
+
+
+def _adapted(chat: ChatRecord, template: ChatTemplate) -> ChatRecord:
+    """Replaces values that the template would write in the notation of Python, or as JSON within JSON."""
+    text = template.text(chat.messages, tools=chat.tools)
+    if any(quoted in text for quoted in chat.quoted_arguments()):
+        chat = chat.with_parsed_arguments()
+        text = template.text(chat.messages, tools=chat.tools)
+    if any(str(part) in text for part in chat.parts()):
+        chat = chat.with_joined_parts()
+        text = template.text(chat.messages, tools=chat.tools)
+        if any(str(part) in text for part in chat.parts()):
+            raise ChatTemplateError("the chat template does not support a list as content: must be text")
+    if chat.has_null_content and "None" in text:
+        filled = chat.with_empty_content()
+        text_of_filled = template.text(filled.messages, tools=chat.tools)
+        if text_of_filled.count("None") < text.count("None"):
+            chat, text = filled, text_of_filled
+    if chat.has_tool_calls and text == _text_without_calls(template, chat):
+        raise ChatTemplateError("the chat template does not write the tool calls of this conversation")
+    return chat
 
 
 def _text_without_calls(template: ChatTemplate, chat: ChatRecord) -> str | None:

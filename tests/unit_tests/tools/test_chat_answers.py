@@ -340,6 +340,11 @@ CASES = {
         of(user("None?"), answer(None, tool_calls=[call({})]), {"role": "tool", "content": "1"}, answer("b")),
         f"{U}None?{END}{A}~f{END}~<|im_start|>tool\n1{END}{A}~b{END}",
     ),
+    "parts of text, which the template would print as a list": Case(
+        CHATML,
+        of(user([{"type": "text", "text": "a"}]), answer([{"type": "text", "text": "b"}])),
+        f"{U}a{END}{A}~b{END}",
+    ),
     "parts of contents": Case(
         CHATML.replace("{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"),
         of(
@@ -405,16 +410,18 @@ def test_generation_continues_the_prompt_of_training_up_to_the_end_of_a_turn(
             "rejected by the template",
             "not write the tool calls",
         ),
+        (of(user("a"), answer([{"text": "b"}, {"text": "c"}])), "rejected by the template", "a list as content"),
+        (of(user("a"), {"role": "assistant", "text": "b"}), "not readable", "['role', 'text']: must have role and"),
         (of(user("a"), answer(None)), "not readable", "'assistant' has no content: must be text"),
         (of(user("a"), answer("b", weight=0.3)), "not readable", "message 2 has weight 0.3: must be 0, 1"),
         (of(user("a"), answer("b", weight=0)), "without a loss because of their marks", "exclude all answers"),
         (of(user("a"), {"role": "gpt", "content": "b"}), "without an answer", "the assistant has no text"),
-        (of(user("a"), answer(1)), "rejected by the template", "does not support this conversation"),
+        (of({"role": "tool", "content": "a"}, answer("b")), "rejected by the template", "division by zero"),
     ],
 )
 def test_a_dropped_chat_has_a_reason(folders: dict[str, Path], record: dict, reason: str, problem: str) -> None:
     tokenizer = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": str(folders["</s>"])}
-    template = TemplateSources(CHATML.replace("m.content", "'' + (m.content or '')"))
+    template = TemplateSources(CHATML.replace("m.content", "(messages[0].role == 'tool') and 1 / 0 or m.content or ''"))
     chunk = EncodedChunk()
     line = RawDocument(Path("a.jsonl"), 7, json.dumps(record).encode())
     settings = EncodeSettings(tuple(tokenizer.items()), False, ("messages",), template)
