@@ -1,5 +1,6 @@
 """Tests check_capture.py --replay: replayed steps are bitwise equal to eager ones, or the first difference is named."""
 
+from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +16,7 @@ from megatron.tools.check_capture import main
 from tests.distributed.tiny_runs import started_run, train_steps
 from tests.functional_tests.case import command_line, read_bases
 from tests.harness import launch_on_ranks, run_on_ranks
+from tests.padded_corpus import write_packed
 
 
 def _own_lines(stdout: str) -> list[str]:
@@ -103,3 +105,24 @@ def test_a_counter_of_the_host_that_the_lint_cannot_see_is_found() -> None:
     assert (end.exit_code, verdict.partition(":")[0]) == (1, "CAPTURABLE")
     # The third step is captured and still computes correct results.
     assert replayed.startswith("DIFFERENT") and line.startswith("1. rank 0: step 4: losses is ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "graphs"),
+    [
+        ("router with losses and a bias", ["--cuda-graph-impl", "local", "--cuda-graph-modules", "moe_router"]),
+        ("stash with dropout, losses and a bias", []),
+        ("experts that drop over capacity", []),
+    ],
+)
+def test_padding_masks_are_inputs_of_graphs(tmp_path: Path, name: str, graphs: list[str]) -> None:
+    """Steps differ in their padding, so a graph that kept the mask of its capture would replay other bits."""
+    words = [word for word in CONFIGURATIONS[name].argv if word != "--mock-data"]
+    length, eod = (int(words[words.index(flag) + 1]) for flag in ("--seq-length", "--vocab-size"))
+    chats = [[2 + number % 5, 3 + number % 4] for number in range(40)]
+    prefix = write_packed(tmp_path / "a", chats, length=length, eod=eod - 1, fill=eod - 1)
+    argv = ["--replay", "2", *words, "--data-path", prefix, "--split", "100,0,0", *graphs]
+    (end,) = launch_on_ranks(main, 1, argv, backend=None)
+    assert end.exit_code == 0, end.stderr
+    assert end.stdout.splitlines()[-1] == "REPLAYED: 2 steps on a tape are bitwise equal to the eager ones"

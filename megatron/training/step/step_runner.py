@@ -319,8 +319,8 @@ class StepRunner:
             if isinstance(chunk, RecordsAuxLosses) and chunk.aux_losses.ignores_padding:
                 raise ValueError(
                     "batches contain padding_mask, but forward_step does not pass it to the model, so routers would "
-                    'count padding as data: call the model with padding_mask=batch["padding_mask"] on every pipeline '
-                    "stage"
+                    'count padding as data: call the model with padding_mask=batch.get("padding_mask") on every '
+                    "pipeline stage"
                 )
 
     @property
