@@ -66,8 +66,11 @@ def _mtp_layer(depth: int, settings: Mapping[str, Any], *, names: FeedForwardNam
     has_experts = bool(expert_layers(settings)[-1])
     yield from _Layer(theirs, f"{ours}transformer_layer.", settings, names).tensors(has_experts)
     yield _same(f"{theirs}shared_head.norm.weight", f"{ours}final_layernorm.weight", hidden)
-    whole = _whole(_OUTPUT, vocabulary)
-    yield HubTensor(f"{theirs}shared_head.head.weight", vocabulary, (whole,), copy_of="lm_head.weight")
+    is_untied = settings["untie_embeddings_and_output_weights"]
+    whole, copied = (
+        (_whole(_OUTPUT, vocabulary), "lm_head.weight") if is_untied else (whole, "model.embed_tokens.weight")
+    )
+    yield HubTensor(f"{theirs}shared_head.head.weight", vocabulary, (whole,), copy_of=copied)
 
 
 @dataclass(frozen=True)

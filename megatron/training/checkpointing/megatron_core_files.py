@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from megatron.core.device.torch_internals import FakeTensorMode
@@ -49,7 +48,6 @@ from megatron.training.checkpointing.train_state import is_count
 COMMON_FILE = "common.pt"
 _COMMON_STATE = "common_state"
 _COMMON_KEY = re.compile(rf"{_COMMON_STATE}(?:/shard_0(?:\.0)*_1(?:\.1)*)?")
-_LONGEST_LIST = 1 << 16
 _BACKEND = "torch_dist"
 # Save plans in torch's metadata, as classes of Megatron-Core or torch. They contain nothing more about the tensors.
 _PLANNER, _STRATEGY = "torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch"
@@ -237,17 +235,29 @@ def _values_in_index(folder: Path, metadata: Metadata, *, files: Manifest) -> tu
         # Megatron-Core stores the shards of an object as a list.
         return place, values[0] if isinstance(values, list) and len(values) == 1 else values
     paths = vars(metadata).get("planner_data")
-    for key in leaves:
+    nested: dict[str | int, Any] = {}
+    for key, value in leaves.items():
         path = paths.get(key) if isinstance(paths, dict) else None
-        if not isinstance(path, tuple) or not path or not all(map(_is_step_of_path, path)):
+        if not (isinstance(path, tuple) and path and all(type(step) in (str, int) for step in path)):
             raise ValueError(f"{folder / METADATA_FILE} does not locate {key} among the values of the common state")
-    try:
-        nested = unflatten_state_dict(leaves, {key: paths[key] for key in leaves})
-    except (TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
-        raise ValueError(f"{folder / METADATA_FILE} is corrupt: paths of the common state: {error}") from error
+        inner: Any = nested
+        for step in path[:-1]:
+            inner = inner.setdefault(step, {}) if isinstance(inner, dict) else None
+        if not isinstance(inner, dict) or path[-1] in inner:
+            raise ValueError(f"{folder / METADATA_FILE} is corrupt: two values of the common state are at {path}")
+        inner[path[-1]] = value
     if len(nested) != 1:
-        raise ValueError(f"{folder} holds its common state in parts, {', '.join(sorted(nested))}: must be one")
-    return place, next(iter(nested.values()))
+        raise ValueError(f"{folder} holds its common state in parts, {', '.join(map(str, nested))}: must be one")
+    return place, _with_lists(next(iter(nested.values())))
+
+
+def _with_lists(value: Any) -> Any:
+    """Replaces dicts whose keys are the indices of a list."""
+    if not isinstance(value, dict):
+        return value
+    inner = {step: _with_lists(one) for step, one in value.items()}
+    is_list = bool(inner) and all(isinstance(step, int) for step in inner)
+    return [inner[index] for index in sorted(inner)] if is_list else inner
 
 
 def _storage_of(metadata: Metadata, folder: Path) -> dict[MetadataIndex, Any]:
@@ -263,11 +273,6 @@ def _storage_of(metadata: Metadata, folder: Path) -> dict[MetadataIndex, Any]:
 def is_common_state(key: str) -> bool:
     """Returns whether an entry of the index holds the values that are not tensors, or a part of them."""
     return canonical_name(key).split("/")[0].split(".")[0] == _COMMON_STATE
-
-
-def _is_step_of_path(step: Any) -> bool:
-    """Returns whether a value is a key of a dict, or an index of a list that no damaged file can make huge."""
-    return isinstance(step, str) or (type(step) is int and 0 <= step < _LONGEST_LIST)
 
 
 def _stored_value(folder: Path, key: str, pieces: list[tuple[str, Piece]]) -> Any:
@@ -325,10 +330,10 @@ def _tensors_alone(metadata: Metadata, *, folder: Path) -> tuple[Metadata, list[
         name = canonical_name(key)
         if is_common_state(key):
             continue
-        is_tensor = isinstance(entry, TensorStorageMetadata)
-        if not is_tensor and _MODEL_KEY.match(name) and not _is_never_read(name):
+        is_object = not isinstance(entry, TensorStorageMetadata)
+        if is_object and _MODEL_KEY.match(name) and not _is_never_read(name):
             raise ValueError(f"{folder} holds an object as {key}: must be a tensor")
-        if not is_tensor or _BUCKET_KEY.match(name) or _is_never_read(name):
+        if not isinstance(entry, TensorStorageMetadata) or _BUCKET_KEY.match(name) or _is_never_read(name):
             others.append(name)
             continue
         if entry.properties.dtype not in _NUMBERS:

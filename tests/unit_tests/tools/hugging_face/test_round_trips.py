@@ -52,6 +52,7 @@ COMMON = [
 EPSILON = ["", "--norm-epsilon 1e-6", "--norm-epsilon 1e-4"]
 ROTATION = ["", "", "--use-rope-scaling", "--rotary-seq-len-interpolation-factor 2"]
 WINDOW = ["", "--window-size 5,0", "--window-size 5,0 --window-attn-skip-freq [1,0,1]"]
+CENTERED = ["", "--apply-layernorm-1p"]
 EXPERTS = [
     ["--num-experts 4", "--num-experts 6"],
     ["", "--moe-ffn-hidden-size 24"],
@@ -69,14 +70,14 @@ FINE_GRAINED = [
 ]
 Choices = list[list[str]]
 FAMILIES: dict[str, tuple[str, Choices]] = {
-    "LlamaForCausalLM": (LLAMA_LIKE, [*COMMON, *HEADS, EPSILON, ROTATION]),
+    "LlamaForCausalLM": (LLAMA_LIKE, [*COMMON, *HEADS, EPSILON, ROTATION, ["", "--lora-rank 3"], CENTERED]),
     "Qwen2ForCausalLM": (f"{LLAMA_LIKE} --add-qkv-bias", [*COMMON, *HEADS, EPSILON, WINDOW]),
     "Qwen3ForCausalLM": (f"{LLAMA_LIKE} --qk-layernorm", [*COMMON, *HEADS, EPSILON, WINDOW]),
     "Qwen2MoeForCausalLM": (
         f"{LLAMA_LIKE} {SHARED}",
         [*COMMON, HEADS[0], EPSILON, WINDOW, *EXPERTS, FREQUENCY],
     ),
-    "Qwen3MoeForCausalLM": (f"{LLAMA_LIKE} --qk-layernorm", [*COMMON, *HEADS, EPSILON, *EXPERTS, FREQUENCY]),
+    "Qwen3MoeForCausalLM": (f"{LLAMA_LIKE} --qk-layernorm", [*COMMON, *HEADS, EPSILON, *EXPERTS, FREQUENCY, CENTERED]),
     "MixtralForCausalLM": (
         LLAMA_LIKE,
         [*COMMON, *HEADS, EPSILON, WINDOW[:2], EXPERTS[0], EXPERTS[1], ["", "--moe-router-topk 3"], EXPERTS[3]],
@@ -91,6 +92,7 @@ FAMILIES: dict[str, tuple[str, Choices]] = {
             ["", "--rotary-percent 0.5"],
             ["", "--qk-layernorm"],
             ["", "--add-qkv-bias"],
+            ["", "--mtp-num-layers 1"],
             ["", "--moe-router-num-groups 4 --moe-router-group-topk 2"],
             ["--moe-shared-expert-intermediate-size 24 --moe-ffn-hidden-size 24", ""],
         ],
@@ -112,6 +114,7 @@ FAMILIES: dict[str, tuple[str, Choices]] = {
             *COMMON,
             *FINE_GRAINED,
             ["", "--q-lora-rank 14"],
+            ["", "--mtp-num-layers 1"],
             ["", "--rope-type rope", "--rotary-scaling-factor 4 --mscale 0.7 --mscale-all-dim 0.7"],
             ["", "--moe-router-num-groups 4 --moe-router-group-topk 2"],
         ],
@@ -186,8 +189,8 @@ def logits_in_transformers(folder: Path) -> Tensor:
         return model(tokens()).logits
 
 
-def assert_close(found: Tensor, expected: Tensor, tolerance: float) -> None:
-    assert (found - expected).abs().max() <= tolerance * expected.abs().max()
+def assert_close(found: Tensor, expected: Tensor, *, tolerance: float = 1e-5) -> None:
+    assert float((found - expected).abs().max() / expected.abs().max()) <= tolerance
 
 
 @pytest.mark.parametrize("number", range(DRAWS))
@@ -200,7 +203,10 @@ def test_a_run_goes_to_hugging_face_and_back_and_on(family: str, number: int, tm
         expected = logits_of(model, tokens())
     hub = convert(save(model, args, tmp_path / "run"), tmp_path / "hub", back=True)
     assert json.loads((hub / "config.json").read_text())["architectures"] == [family], " ".join(argv)
-    assert_close(logits_in_transformers(hub), expected, 1e-5)
+    # Merged adapters, and norm weights of which 1 is subtracted in a run, are rounded again.
+    is_rounded = {"--lora-rank", "--apply-layernorm-1p"} & set(argv)
+    tolerance = 1e-4 if is_rounded else 1e-5
+    assert_close(logits_in_transformers(hub), expected, tolerance=tolerance)
     back = convert(hub, tmp_path / "back")
     # A run that continues from it, with the flags of the model from the checkpoint.
     further = [*RUN.split(), "--load", str(back), "--use-checkpoint-args", "--finetune"]
@@ -209,7 +215,7 @@ def test_a_run_goes_to_hugging_face_and_back_and_on(family: str, number: int, tm
     on = build_gpt(settings).eval()
     load_items(model_sharded_tensors(on, allow_cast=True), back / "release")
     with torch.no_grad():
-        assert_close(logits_of(on, tokens()), expected, 1e-6)
+        assert_close(logits_of(on, tokens()), expected, tolerance=tolerance)
     again = convert(save(on, settings, tmp_path / "on"), tmp_path / "again", back=True)
     assert contents(again) == contents(hub)
     assert json.loads((again / "config.json").read_text()) == json.loads((hub / "config.json").read_text())
@@ -266,7 +272,7 @@ def test_checkpoints_without_an_argument_have_its_default(left_out: str, unset: 
     stored = {**stored, left_out: None} if unset else {k: v for k, v in stored.items() if k != left_out}
     hub = convert(save(model, argparse.Namespace(**stored), tmp_path / "run"), tmp_path / "hub", back=True)
     with torch.no_grad():
-        assert_close(logits_in_transformers(hub), logits_of(model, tokens()), 1e-5)
+        assert_close(logits_in_transformers(hub), logits_of(model, tokens()))
 
 
 @pytest.mark.parametrize(
