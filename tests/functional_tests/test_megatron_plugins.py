@@ -6,6 +6,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.functional_tests.launch import PROGRAM, Run, run_program
+from tests.padded_corpus import write_packed
 
 OWN = "tests.functional_tests.plugin_script:main"
 # The vocabulary is not padded, since a model without unpadded_vocab_size assigns probabilities to padding columns.
@@ -95,3 +96,19 @@ def test_ranks_for_which_the_script_builds_no_datasets_take_part_in_evaluations(
     # In the first evaluation the script reads an additional batch for logging, so later evaluations use other batches.
     assert own.validation_losses.keys() == {2, 3}
     assert own.validation_losses[2] == pytest.approx(expected.validation_losses[2], rel=1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words", ["--pipeline-model-parallel-size 2", "--tensor-model-parallel-size 2 --sequence-parallel"]
+)
+def test_plugins_leave_padding_out_as_pretrain_gpt_does(tmp_path: Path, words: str) -> None:
+    chats = [[2 + number % 9, 3 + number % 14] for number in range(40)]
+    prefix = write_packed(tmp_path / "a", chats, length=32, eod=255, fill=255)
+    words += f" --num-experts 4 --moe-router-topk 2 --moe-aux-loss-coeff 0.1 --data-path {prefix} --split 100,0,0"
+    flags = FLAGS.replace("--mock-data", words).split()
+    runs = [run_program(flags, 2, folder=tmp_path / name, program=name) for name in (OWN, PROGRAM)]
+    assert_equal_steps(*runs, rel=1e-6)
+    for own, other in zip(*(run.steps.values() for run in runs), strict=True):
+        assert own["expert_load"] == other["expert_load"] and own["padding_tokens"] == other["padding_tokens"] > 0
+        assert {sum(load) for load in own["expert_load"].values()} == {2 * (8 * 32 - own["padding_tokens"])}

@@ -136,11 +136,9 @@ class StepRunner:
         counted = None if iterator is None else CountedBatches(iterator, must_mark_padding=self._has_later_experts)
 
         def reduce(reports: Reports, overflow_flags: torch.Tensor | None) -> StepStatistics:
-            if counted is not None and counted.has_padding_mask:
-                self._require_padding_in_routers()
             # Read after each attempt, because a signal may arrive during a discarded attempt.
             reasons = exit_reasons()
-            return self.statistics.reduce_step_sync(
+            statistics = self.statistics.reduce_step_sync(
                 reports,
                 self.model,
                 exit_reasons=reasons,
@@ -148,6 +146,10 @@ class StepRunner:
                 overflow_flags=overflow_flags,
                 with_load=iteration % self.args.log_interval == 0,
             )
+            # A stage that reads no batches only knows the sum.
+            if statistics.padding.tokens > 0 or (counted is not None and counted.has_padding_mask):
+                self._require_padding_in_routers()
+            return statistics
 
         return self._run_sync(counted, reduce, num_microbatches=num_microbatches, iteration=iteration)
 
