@@ -182,6 +182,11 @@ class BashReader:
         """Lines about assumptions and constructs that are not followed."""
         return self.shell.notes
 
+    def all_doubts(self) -> list[str]:
+        """Returns the constructs that are not followed, whether or not a command depends on them."""
+        of_values = [doubt for capture in self.shell.captures.values() for doubt in capture.doubts]
+        return list(dict.fromkeys([*self.doubts, *self.shell.unreadable.values(), *of_values]))
+
     def run_text(self, text: str, *, first_line: int = 1) -> _Status:
         """Follows a script. Raises ScriptError for a text that cannot be parsed."""
         try:

@@ -46,7 +46,7 @@ def read_script(text: str, values: Mapping[str, str], *, name: str) -> Script:
     if not reader.launches:
         if ends:
             raise ScriptError(f"{name}: {ends}, before any training command; is a --set NAME=VALUE missing?")
-        doubts = f"; not followed: {'; '.join(dict.fromkeys(reader.doubts))}" if reader.doubts else ""
+        doubts = f"; not followed: {'; '.join(reader.all_doubts())}" if reader.all_doubts() else ""
         raise ScriptError(
             f"{name}: no command runs a Python program with flags (torchrun ... pretrain_gpt.py --num-layers ...); "
             f"if the command depends on a variable, give it with --set NAME=VALUE{doubts}"

@@ -168,7 +168,11 @@ def translate(launch: Launch) -> Translation:
     own_script = program != OUR_PROGRAM
     words: list[str] = []
     changes: list[Change] = []
-    settings = _with_implied(group_words(launch.words))
+    try:
+        settings = _with_implied(group_words(launch.words))
+    except ScriptError as error:
+        doubts = f"; not followed: {'; '.join(launch.doubts)}" if launch.doubts else ""
+        raise ScriptError(f"line {launch.line}: {error}{doubts}") from None
     command = {setting.flag: setting for setting in settings}
     for setting in settings:
         change = change_of(setting, command, own_script=own_script)

@@ -271,3 +271,42 @@ def test_a_script_that_is_not_followed_exactly_has_the_status_of_another_run(
     script.write_text(f"N=1\nsource env.sh\ntorchrun pretrain_gpt.py {' '.join([*MODEL, *RUN, *DATA])} --seed $N\n")
     assert main([str(script)]) == 20
     assert "could not be evaluated, so compare its values with these: line 2: source is not" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("lines", "printed"),
+    [
+        (
+            'D=$(date +%F)\nCMD="torchrun pretrain_gpt.py\n FLAGS --tensorboard-dir x_$D"\neval $CMD',
+            ["D=$(date +%F)", "x_${D}"],
+        ),
+        ("P=$(shuf -n 1 -i 1-9)\ntorchrun --master_port $P pretrain_gpt.py FLAGS", ["P=$(shuf -n 1 -i 1-9)", "${P}"]),
+        ('P=$((RANDOM % 9))\nCMD="torchrun --master_port $P pretrain_gpt.py FLAGS"\n$CMD', ['P="$((RANDOM % 9))"']),
+        ('CMD="TRAIN"\necho $CMD\neval $CMD', ["torchrun pretrain_gpt.py"]),
+        ("A=7\nX=$(expr $A + 1)\nTRAIN --tensorboard-dir x_$X", ["X=$(A=7; expr $A + 1)"]),
+        ('A=(FLAGS)\nA+=(--bf16)\ntorchrun pretrain_gpt.py "${A[@]}"', ["--bf16"]),
+        (
+            "run() { TRAIN $@; }\nrun --seed ${SEED:-5}",
+            ["--seed 5", "assumed to be unset: SEED"],
+        ),
+        ("cat <<EOF > run.sh\nTRAIN --seed 5\nEOF\nbash run.sh", ["--seed 5"]),
+        (
+            "srun -N 2 bash -c 'torchrun --node_rank $SLURM_NODEID pretrain_gpt.py FLAGS'",
+            ["srun -N 2 bash -c 'torchrun"],
+        ),
+        ("TRAIN --tensorboard-dir ~/runs --seed 5", ['"${HOME}/runs"']),
+        (
+            "export CUDA_DEVICE_MAX_CONNECTIONS=1\nCUDA_DEVICE_MAX_CONNECTIONS=2 TRAIN",
+            ["=2\n"],
+        ),
+    ],
+)
+def test_commands_in_strings_functions_and_documents_are_translated(
+    lines: str, printed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "run.sh"
+    flags = " ".join([*MODEL, *RUN, *DATA])
+    script.write_text(lines.replace("TRAIN", "torchrun pretrain_gpt.py FLAGS").replace("FLAGS", flags) + "\n")
+    assert main([str(script)]) == 0
+    out = capsys.readouterr().out
+    assert all(text in out for text in [*printed, "--num-layers 2", "--lr 0.001"]), out
