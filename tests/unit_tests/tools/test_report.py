@@ -256,3 +256,13 @@ def test_long_lines_keep_their_extremes_and_layers_their_sums() -> None:
     assert len(table.sums) <= MAX_BINS and np.array_equal(sum(table.sums), naive) and sum(table.counts) == 1000
     assert table.layers == [3, 7] and table.first_steps[0] == 1 and table.last_steps[-1] == 1000
     assert [last + 1 for last in table.last_steps[:-1]] == table.first_steps[1:]
+
+
+def test_the_number_of_tokens_leaves_padding_out(tmp_path: Path) -> None:
+    """12 samples of 1,000,000 tokens, of which 3 million are padding."""
+    padded = '{"iteration": 3, "consumed_samples": 12, "consumed_padding_tokens": 3000000}\n'
+    found = []
+    for name, extra in (("a", ""), ("b", padded)):
+        run = read_run(write_log(tmp_path / name, 3, extra=extra, flags={"seq_length": 1_000_000}))
+        found.append(dict(report.facts(run))["tokens"])
+    assert found == ["12.0 million", "9.00 million"]
