@@ -506,14 +506,14 @@ class BashReader:
                     items.append(plain if equals else name)
         if set(options) & set("fFp"):
             return
-        for item in items:
-            name = item if isinstance(item, str) else item.name
+        for one in items:
+            name = one if isinstance(one, str) else one.name
             if self.locals and kind != "export" and "g" not in options and kind != "readonly":
                 self.locals[-1].setdefault(name, self.shell.variables.get(name))
-                if isinstance(item, str) and name not in self.shell.given:
+                if isinstance(one, str) and name not in self.shell.given:
                     self.shell.variables[name] = ""
-            if isinstance(item, Assignment):
-                self._assign(item)
+            if isinstance(one, Assignment):
+                self._assign(one)
             if set(options) & set("Anilu") and kind != "export":
                 self.shell.unreadable[name] = f"line {node.line}: {kind} {options} {name} is not followed"
             if kind == "readonly" or "r" in options:
@@ -816,12 +816,12 @@ class BashReader:
             return False
         for index, word in enumerate(words[1:], start=1):
             # A scheduler receives the whole command as one word: ssh host "python pretrain_gpt.py --num-layers 12".
-            option, equals, rest = word.partition("=")
+            option, equals, given = word.partition("=")
             is_option = bool(equals) and option in ("--wrap", "--command")
-            text = rest if is_option else word
-            if re.search(r"\.py\s", text) and re.search(r"\s--", text):
+            command = given if is_option else word
+            if re.search(r"\.py\s", command) and re.search(r"\s--", command):
                 before = [*fields[:index], *([[(option, True)]] if is_option else [])]
-                self._run_child(node, before, text, [], shell=[])
+                self._run_child(node, before, command, [], shell=[])
                 return True
         if words[0] in ("ssh", "sbatch") and (text := self._document(node.redirects, node.line)) is not None:
             if words[0] == "ssh":
@@ -1074,8 +1074,8 @@ def _plain_test(words: Sequence[str], shell: Shell) -> bool:
     for operator in ("-o", "-a"):
         if operator in words[1:-1] and not set(words) & {"(", ")"}:
             at = words.index(operator, 1)
-            left, right = _plain_test(words[:at], shell), _plain_test(words[at + 1 :], shell)
-            return (left or right) if operator == "-o" else (left and right)
+            both = (_plain_test(words[:at], shell), _plain_test(words[at + 1 :], shell))
+            return any(both) if operator == "-o" else all(both)
     raise UnknownPartError("a condition of many words")
 
 

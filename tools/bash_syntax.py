@@ -229,7 +229,7 @@ class _Parser:
 
     def commands(self) -> Commands:
         """Parses commands up to a word or operator that closes them."""
-        found = []
+        found: list[AndOr] = []
         while True:
             self.skip_newlines()
             operator = self.operator()
@@ -340,7 +340,8 @@ class _Parser:
             parts = (self.arithmetic() or "").split(";")
             if len(parts) != 3:
                 raise self.fail()
-            return CountingFor(line, *parts, self.body())
+            first, condition, step = parts
+            return CountingFor(line, first, condition, step, self.body())
         name = self.take_word().text
         self.skip_newlines()
         words: tuple[Word, ...] | None = None
@@ -445,7 +446,10 @@ class _Parser:
             match = _ASSIGNMENT.match(self.text, self.at)
             if match is not None and (not command.words or declares):
                 assignment = self.assignment(match)
-                (command.words if command.words else command.assignments).append(assignment)  # type: ignore[attr-defined]
+                if command.words:
+                    command.words.append(assignment)
+                else:
+                    command.assignments.append(assignment)
                 continue
             command.words.append(self.take_word())
             if len(command.words) == 1 and not command.assignments and self.operator() == "(":
