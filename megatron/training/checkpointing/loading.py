@@ -56,6 +56,7 @@ from megatron.training.checkpointing.run_state import (
     is_rank_0,
 )
 from megatron.training.checkpointing.run_values import (
+    THRESHOLDS_WERE_SAMPLES,
     check_same_optimizer,
     checked_run_values,
     describe_schedule,
@@ -125,8 +126,13 @@ def load_run(
         optimizer.load_state_dict(common["optimizer"])
     if scope.position:
         train_state.load_state_dict(common["train_state"])
-        if common["train_state"].get("data_order") is None:
-            train_state.data_order = order_of_arguments(args, common["args"]) if train_state.iteration else None
+        if common["train_state"].get("data_order") is None and train_state.iteration:
+            counted_samples = (
+                found.format is CheckpointFormat.OURS and common["args"].get("step_batch_size_schedule") is not None
+            )
+            if counted_samples:
+                print_rank_0(f"  note: {THRESHOLDS_WERE_SAMPLES.format(length=common['args'].get('seq_length'))}")
+            train_state.data_order = None if counted_samples else order_of_arguments(args, common["args"])
         if optimizer is not None:
             _set_tracker_back(config, found.iteration)
     with all_ranks_agree():

@@ -52,6 +52,11 @@ _ORDER = (
     "global_batch_size",
     "rampup_batch_size",
 )
+# Versions that stored no order of the data read a step schedule with this meaning.
+THRESHOLDS_WERE_SAMPLES = (
+    "--step-batch-size-schedule counted samples in the version that wrote this checkpoint, and counts tokens now: "
+    "multiply thresholds without a suffix by --seq-length ({length}) to continue its batch sizes"
+)
 _DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 # Optimizers whose states are interchangeable, because they differ only in where the state is stored.
 _SAME_STATES = {"adam", "distributed_fused_adam"}

@@ -97,6 +97,21 @@ def test_a_schedule_is_adopted_without_the_optimizer_or_the_flag_is_refused(tmp_
     assert "note: the schedules of learning rate and weight decay start at step 0" in capsys.readouterr().out
 
 
+def test_a_step_schedule_of_an_older_version_is_named_with_the_factor(tmp_path, capsys):
+    flags = {"step_batch_size_schedule": "0:2 256:4", "seq_length": 128}
+    run = SmallRun(**flags).train(3)
+    run.save(tmp_path / "older")
+    run.state.data_order = {}
+    run.save(tmp_path / "newer")
+    capsys.readouterr()
+    SmallRun(**flags).load(tmp_path / "newer")
+    assert "step-batch" not in capsys.readouterr().out
+    loaded = SmallRun(**flags)
+    loaded.load(tmp_path / "older")
+    assert "multiply thresholds without a suffix by --seq-length (128)" in capsys.readouterr().out
+    assert loaded.state.data_order is None
+
+
 STYLES = {
     "linear": {"lr_decay_style": "linear"},
     "cosine": {"lr_decay_style": "cosine"},
