@@ -25,6 +25,8 @@ NO_LOSS_FIELDS = ("masked",)
 PARTIAL_LOSS_FIELDS = ("train_detail", "training_detail")
 # Fields of a message that contain calls; the second one is OpenAI's older form.
 CALL_FIELDS = ("tool_calls", "function_call")
+# Field of a record with inputs of the template, which are not supported. Others, such as a source, change no text.
+TEMPLATE_INPUTS = "chat_template_kwargs"
 # Fields without which a message says nothing.
 _NO_TEXT = ("role", *LOSS_FIELDS, *NO_LOSS_FIELDS, *PARTIAL_LOSS_FIELDS)
 
@@ -101,6 +103,11 @@ def read_chat(record: dict[str, Any], key: str) -> ChatRecord:
 
     Raises ValueError for other contents.
     """
+    if record.get(TEMPLATE_INPUTS):
+        raise ValueError(
+            f"key {TEMPLATE_INPUTS!r} is {str(record[TEMPLATE_INPUTS])[:80]}: must be absent, because the template "
+            "would not receive it; pass a --chat-template that contains the choice"
+        )
     messages = record[key]
     if not isinstance(messages, list) or not messages:
         kind = "empty" if messages == [] else type(messages).__name__

@@ -14,7 +14,7 @@ from typing import Any
 
 PARQUET, ARROW = ".parquet", ".arrow"
 TABLE_SUFFIXES = (PARQUET, ARROW)
-CHAT_COLUMNS = ("system", "tools")  # of a record, in addition to the messages
+CHAT_COLUMNS = ("system", "tools", "chat_template_kwargs")  # of a record, in addition to the messages
 BATCH_BYTES = 4 << 20  # approximate size of the decoded values in memory
 MOST_BATCH_ROWS = 1024
 READ_SIZE = 1 << 20
@@ -27,7 +27,7 @@ _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 class Columns:
     """Columns to read. flag: for error messages.
 
-    hold_chats: they contain chats, so columns "system" and "tools" are also read.
+    hold_chats: they contain chats, so CHAT_COLUMNS are also read.
     """
 
     keys: tuple[str, ...]

@@ -39,6 +39,10 @@ def test_each_field_excludes_its_answer_alone(fields: dict[str, Any], has_loss: 
 @pytest.mark.parametrize(
     "record, error",
     [
+        (
+            {"m": [ANSWER], "chat_template_kwargs": {"thinking": 0}},
+            "key 'chat_template_kwargs' is {'thinking': 0}: must",
+        ),
         ({"m": [{**ANSWER, "weight": 0.5}]}, "message 1 has weight 0.5: must be 0, 1, false or true"),
         ({"m": [QUESTION, {**ANSWER, "weight": -1}]}, "message 2 has weight -1: must be 0"),
         ({"m": [{**ANSWER, "train": "false"}]}, "message 1 has train 'false': must be 0"),
