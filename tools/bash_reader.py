@@ -456,6 +456,8 @@ class BashReader:
             number = self.expander.number(node.index, node.line)
             number += max(table, default=-1) + 1 if number < 0 else 0
             if number < 0:
+                # bash ends the whole list of commands.
+                self._doubt(node.line, f"{node.name}[{node.index}] is not followed: there is no such element")
                 raise UnknownPartError("a negative index")
             text = self.expander.text(node.value, hint=node.name)
             table[number] = table.get(number, "") + text if node.appends else text

@@ -69,6 +69,7 @@ TRAIN = "torchrun pretrain_gpt.py --s"
         (f"for f in *.json; do A+=$f; done; {TRAIN} $A", "line 1: the loop over f is not followed: names of files"),
         (f"set -- $UN a; shift; {TRAIN} $1", "line 1: shift is not followed: the number of words in UN is not known"),
         (f"{TRAIN} $A; A=1; export A; {TRAIN} $A", ""),
+        (f"L[-1]=a; {TRAIN} $B", "line 1: L[-1] is not followed: there is no such element"),
         (f"B=$A; export A=1; {TRAIN} $B", "line 1: A has another value before the script sets it"),
         (f"curl x | bash; {TRAIN} 1", "line 1: the commands that bash reads are not followed"),
     ],
