@@ -169,7 +169,7 @@ def cut(value: str, pattern: str, operator: str) -> str:
 
 
 def replaced(value: str, pattern: str, new: str, *, mode: str) -> str:
-    """Replaces the longest match: the first one, all (mode "/"), at the begin ("#") or at the end ("%")."""
+    """Replaces the longest match: the first one, all (mode "/"), at the start ("#") or at the end ("%")."""
     if mode == "#":
         ends = [end for end in range(len(value), -1, -1) if re.fullmatch(pattern, value[:end])]
         return new + value[ends[0] :] if ends else value

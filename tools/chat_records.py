@@ -27,7 +27,7 @@ PARTIAL_LOSS_FIELDS = ("train_detail", "training_detail")
 CALL_FIELDS = ("tool_calls", "function_call")
 # Field of a record with inputs of the template, which are not supported. Others, such as a source, change no text.
 TEMPLATE_INPUTS = "chat_template_kwargs"
-# Fields without which a message says nothing.
+# Fields that are no content: a message with only these is empty.
 _NO_TEXT = ("role", *LOSS_FIELDS, *NO_LOSS_FIELDS, *PARTIAL_LOSS_FIELDS)
 
 

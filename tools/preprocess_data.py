@@ -548,17 +548,17 @@ def report(summary: Summary, prefixes: list[str], *, options: argparse.Namespace
             "--reset-attention-mask would split them: give the tokenizer an eos_token that its template does not write",
             file=sys.stderr,
         )
-    learned = ""
+    learned, num_tokens = "", summary.num_tokens - summary.counts.get("filling", 0)
     if options.chat_key is not None:
         print(f"chats: {summary.drop_words}")
         count = summary.counts["with a loss"]
-        learned = f", {count:,} with a loss ({count / summary.num_tokens:.1%})"
+        learned = f", {count:,} with a loss ({count / num_tokens:.1%})"
     found = [(summary.counts.get(name, 0), words) for name, words in COUNT_WORDS.items()]
     counts = "".join(f", {count:,} {words}" for count, words in found if count)
     size = sum(Path(get_bin_path(prefix)).stat().st_size for prefix in prefixes) / 1e6
     flags = " ".join(prefix for prefix in prefixes if not prefix.endswith("_loss_mask"))
     print(
-        f"{summary.num_documents:,} documents{counts}, {summary.num_tokens:,} tokens{learned}, {size:.1f} MB, "
+        f"{summary.num_documents:,} documents{counts}, {num_tokens:,} tokens{learned}, {size:.1f} MB, "
         f"{seconds:.1f} s: --data-path {flags}"
     )
 

@@ -7,14 +7,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from rich.console import Console
 from rich.text import Text
 
 from megatron.core.datasets.indexed_dataset import IndexedDataset, loss_mask_prefix
+from megatron.core.datasets.padding import open_padding_mask
 from megatron.core.tokenizers.tokenizer import BaseTokenizer
 
 WITH_LOSS, WITHOUT_LOSS = "  loss | ", "       | "
-SHOWN_FILLING = 3  # longer runs of one special token without a loss, such as padding, are counted instead
 _NARROWEST = 20
 
 
@@ -27,11 +28,15 @@ class ShownLine:
 
 
 def show_samples(prefix: str, tokenizer: BaseTokenizer, *, count: int, console: Console) -> None:
-    """Prints the first `count` documents of PREFIX.bin and its loss masks."""
+    """Prints the first `count` documents of PREFIX.bin and its masks. Padding, at their ends, is only counted."""
     tokens, masks = IndexedDataset(prefix), IndexedDataset(loss_mask_prefix(prefix))
+    padding_masks = open_padding_mask(prefix, tokens.sequence_lengths, mmap=True)
     for number in range(min(count, len(tokens))):
-        ids, mask = tokens[number].tolist(), masks[number].tolist()
-        title = f"sample {number + 1} of {len(tokens)}: {len(ids):,} tokens, {sum(mask):,} with a loss"
+        padding = 0 if padding_masks is None else int(np.count_nonzero(padding_masks[number]))
+        num_tokens = len(tokens[number]) - padding
+        ids, mask = tokens[number][:num_tokens].tolist(), masks[number][:num_tokens].tolist()
+        title = f"sample {number + 1} of {len(tokens)}: {num_tokens:,} tokens, {sum(mask):,} with a loss"
+        title += f", and padding of {padding:,}" if padding else ""
         console.print(Text(title, style="bold"), soft_wrap=True)
         for line in shown_lines(ids, mask, tokenizer):
             _print_line(line, console)
@@ -69,9 +74,6 @@ def _pieces(ids: Sequence[int], mask: Sequence[int], tokenizer: BaseTokenizer) -
             yield tokenizer.detokenize(found), one, False
             continue
         name = tokenizer.inv_vocab[token]
-        if len(found) > SHOWN_FILLING and not one:
-            yield f"{name} x {len(found):,}", one, True
-            continue
         for _ in found:
             yield name, one, token == tokenizer.eod
 

@@ -278,7 +278,7 @@ def _is_split(ids: Sequence[int], tokenizer: BaseTokenizer) -> bool:
 
 
 def _length_without_blanks(ids: Sequence[int], tokenizer: BaseTokenizer) -> int:
-    """Returns the number of tokens up to the last one that is not blank text. Of blank text alone, returns 1."""
+    """Returns the number of tokens up to the last one that is not blank text. Returns 1 if all text is blank."""
     for length in range(len(ids), 1, -1):
         if ids[length - 1] in tokenizer.special_ids or tokenizer.detokenize(ids[length - 1 : length]).strip():
             return length

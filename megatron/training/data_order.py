@@ -3,6 +3,7 @@
 core/datasets/data_order.py defines the order, and setup.py builds the iterators.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,8 @@ from megatron.core.datasets.utils import Split
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.config import planned_samples
 from megatron.training.run import TrainingRun
+
+_MOST_CHARACTERS = 300  # of a value in a message
 
 
 def split_sizes(run: TrainingRun) -> SplitSizes:
@@ -123,13 +126,29 @@ def _agreed(own: DataOrder) -> DataOrder:
         for name, sets in orders.items():
             first = agreed.get(name) or sets
             # Ranks of a script may read other objects than datasets of files.
-            if sets and sets != first and all(one.sources is not None for one in (*sets, *first)):
-                raise ValueError(
-                    f"rank {rank} reads other {name} data than the ranks before it: its files are {sets[0].sources}, "
-                    f"must be {first[0].sources}"
-                )
+            if all(one.sources is not None for one in (*sets, *first)) and (difference := _difference(sets, first)):
+                raise ValueError(f"rank {rank} reads other {name} data than the ranks before it: {difference}")
             agreed[name] = first
     return agreed
+
+
+def _difference(sets: Sequence[SplitOrder], others: Sequence[SplitOrder]) -> str | None:
+    """Describes the first difference between the stored values of two orders, or returns None."""
+    if len(sets) != len(others):
+        return f"it reads {len(sets)} sets, must be {len(others)}" if sets else None
+    for one, other in zip(sets, others):
+        here, there = one.to_json(), other.to_json()
+        for name in here:
+            if here[name] != there[name]:
+                return f"its {name} is {_short(here[name], there[name])}, must be {_short(there[name], here[name])}"
+    return None
+
+
+def _short(value: Any, other: Any) -> str:
+    """Returns a value as text, of a list only the items that `other` does not contain."""
+    if isinstance(value, list) and isinstance(other, list):
+        value = [one for one in value if one not in other]
+    return f"{value}"[:_MOST_CHARACTERS]
 
 
 def _lines(run: TrainingRun, sizes: SplitSizes, found: DataOrder) -> list[str]:

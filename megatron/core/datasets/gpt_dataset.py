@@ -307,6 +307,9 @@ class GPTDataset(MegatronDataset):
         """Warns about packed documents without a padding mask, as written by older versions of preprocess_data.py."""
         if self._learned is None or self._padding is not None:
             return
+        lengths = self.dataset.sequence_lengths[self.indices]
+        if not len(lengths) or (lengths != lengths[0]).any():
+            return  # documents of packed chats have one length
         for document in self.indices[:: max(1, len(self.indices) // _PROBED_DOCUMENTS)].tolist():
             end = int(self.dataset.sequence_lengths[document]) - 2
             if end < 0 or np.asarray(self._learned.get(document, end, 2)).any():

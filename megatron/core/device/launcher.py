@@ -197,8 +197,6 @@ def _problems(environment: Environment, *, num_devices: int) -> Iterator[str]:
 
 def _contradiction(task: _Task, environment: Environment) -> str | None:
     """Returns the reason why torchrun's variables, as far as they are set, do not describe the launcher's processes."""
-    if "TORCHELASTIC_RUN_ID" in environment:
-        return None
     if "RANK" not in environment and "WORLD_SIZE" not in environment:
         return None
     size = _number(environment, "WORLD_SIZE") if "WORLD_SIZE" in environment else None
@@ -297,7 +295,7 @@ def first_node(nodes: str) -> str | None:
     match = re.match(r"\s*((?:[^,\[\]]|\[[^\]]*\])+)", nodes)
     if match is None:
         return None
-    # In each bracket, the first number or the begin of the first range. Leading zeros are part of the name.
+    # In each bracket, the first number or the start of the first range. Leading zeros are part of the name.
     return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", match[1]).strip() or None
 
 

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import dist_checkpointing
+from megatron.core.datasets.data_order import DataOrder
 from megatron.core.dist_checkpointing import (
     ShardedTensor,
     VerifiedCheckpoint,
@@ -56,7 +57,6 @@ from megatron.training.checkpointing.run_state import (
     is_rank_0,
 )
 from megatron.training.checkpointing.run_values import (
-    THRESHOLDS_WERE_SAMPLES,
     check_same_optimizer,
     checked_run_values,
     describe_schedule,
@@ -126,24 +126,35 @@ def load_run(
         optimizer.load_state_dict(common["optimizer"])
     if scope.position:
         train_state.load_state_dict(common["train_state"])
-        if common["train_state"].get("data_order") is None and train_state.iteration:
-            counted_samples = (
-                found.format is CheckpointFormat.OURS and common["args"].get("step_batch_size_schedule") is not None
-            )
-            if counted_samples:
-                print_rank_0(f"  note: {THRESHOLDS_WERE_SAMPLES.format(length=common['args'].get('seq_length'))}")
-            train_state.data_order = None if counted_samples else order_of_arguments(args, common["args"])
+        if train_state.data_order is None and train_state.iteration:
+            train_state.data_order = _order_without_record(args, common)
         if optimizer is not None:
             _set_tracker_back(config, found.iteration)
     with all_ranks_agree():
         if config.save is not None and config.load is not None and is_rank_0():
             carry_companions(config.load, config.save)
-    noted = noted_differences(args, common["args"], trains=optimizer is not None, optimizer=scope.optimizer)
+    continues = optimizer is not None and scope.position
+    noted = noted_differences(args, common["args"], trains=continues, optimizer=scope.optimizer)
     if noted:
         print_rank_0(f"  note: this run has other settings than the checkpoint's run: {', '.join(noted)}")
     weights_alone = "" if scope.position else ": weights only, training starts at iteration 0"
     print_rank_0(f"  successfully loaded checkpoint from {config.load} at iteration {found.iteration}{weights_alone}")
     return train_state.iteration
+
+
+def _order_without_record(args: argparse.Namespace, common: Mapping[str, Any]) -> DataOrder | None:
+    """Returns the data order that follows from the arguments of a checkpoint's run, or None if they do not fix it."""
+    stored = common["args"]
+    # Versions that stored no order of the data read a step schedule as numbers of samples.
+    is_older = "data_order" not in common["train_state"] and common.get("origin") != MEGATRON
+    if is_older and stored.get("step_batch_size_schedule") is not None:
+        print_rank_0(
+            "  note: --step-batch-size-schedule counted samples in the version that wrote this checkpoint, and counts "
+            f"tokens now: multiply thresholds without a suffix by --seq-length ({stored.get('seq_length')}) to "
+            "continue its batch sizes"
+        )
+        return None
+    return order_of_arguments(args, stored)
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def _values(files: MegatronCoreFiles) -> dict[str, Any]:
 
 
 def _why_state_is_not_read(files: MegatronCoreFiles, step: int | None) -> str | None:
-    """Returns the reason for which the optimizer state of the files cannot be restored, or None if it can."""
+    """Returns why the optimizer state of the files cannot be restored, or None if it can."""
     if files.bucket_states:
         return (
             f"its optimizer state is stored by bucket of the distributed optimizer ({named(files.bucket_states)}), "

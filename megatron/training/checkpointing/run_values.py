@@ -23,7 +23,7 @@ from megatron.training.checkpointing.train_state import TrainState, is_count
 from megatron.training.command_line.checkpoint_rules import DERIVED, OnLoad, names_with, on_load_rules
 from megatron.training.command_line.errors import is_first_rank
 from megatron.training.command_line.flags import Flag, flag_table
-from megatron.training.command_line.parser import given_arguments
+from megatron.training.command_line.parser import CHECKPOINT, given_arguments
 from megatron.training.config import planned_samples
 
 _KINDS: dict[str, type] = {"iteration": int, "args": dict, "train_state": dict, "contents": dict, "frozen": list}
@@ -51,11 +51,6 @@ _ORDER = (
     "eval_interval",
     "global_batch_size",
     "rampup_batch_size",
-)
-# Versions that stored no order of the data read a step schedule with this meaning.
-THRESHOLDS_WERE_SAMPLES = (
-    "--step-batch-size-schedule counted samples in the version that wrote this checkpoint, and counts tokens now: "
-    "multiply thresholds without a suffix by --seq-length ({length}) to continue its batch sizes"
 )
 _DATA_PATHS = ("data_path", "train_data_path", "valid_data_path", "test_data_path")
 # Optimizers whose states are interchangeable, because they differ only in where the state is stored.
@@ -195,6 +190,7 @@ def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
     adopted = model_arguments(stored, here=here, given=given.keys())
     lines = _lines_of_adoption(here, stored, adopted, sources={name: source for name, (_, source) in given.items()})
     vars(args).update(adopted)
+    args.given = {**given_arguments(args), **dict.fromkeys(adopted, CHECKPOINT)}
     if "position_embedding_type" in adopted:
         # The older flag would replace the adopted type during validation.
         args.use_rotary_position_embeddings = False

@@ -45,6 +45,8 @@ class FlagParser(argparse.ArgumentParser):
 
 # The source of arguments that parse_args reads from `argv`.
 COMMAND_LINE = "the command line"
+# The source of values that --use-checkpoint-args has adopted.
+CHECKPOINT = "the checkpoint"
 # Arguments whose flags existed in released versions of Megatron-LM and were removed. Scripts still read them.
 _FORMER_ARGUMENTS = {"use_legacy_models": False, "moe_use_legacy_grouped_gemm": False}
 
@@ -70,7 +72,7 @@ class RunArguments(argparse.Namespace):
 
 
 def given_arguments(args: argparse.Namespace) -> Mapping[str, str]:
-    """Returns the source of each argument that was given, in words: the command line, a file or a preset.
+    """Returns the source of each argument that was given, in words: the command line, a file, a preset or CHECKPOINT.
 
     In a namespace that parse_args did not create, arguments that differ from their flag's default count as given.
     """

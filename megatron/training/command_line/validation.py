@@ -40,7 +40,7 @@ from megatron.training.command_line.config_builder import (
 from megatron.training.command_line.conflicts import check_faults, check_fully_sharded, check_graphs, check_optimizer
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
 from megatron.training.command_line.flags import flag_table, flags_of_class
-from megatron.training.command_line.parser import COMMAND_LINE, given_arguments
+from megatron.training.command_line.parser import CHECKPOINT, COMMAND_LINE, given_arguments
 
 _MOST_PLANNED_RANKS = 1 << 18
 
@@ -419,7 +419,7 @@ def _settle_positions(args: argparse.Namespace) -> str | None:
 
 def _settle_unused(args: argparse.Namespace) -> str | None:
     """Returns a note about given flags that other flags leave without an effect."""
-    given = given_arguments(args)
+    given = {name for name, source in given_arguments(args).items() if source != CHECKPOINT}
     increases = args.weight_decay_incr_style != "constant"
     both_decays = args.start_weight_decay is not None and args.end_weight_decay is not None
     unused = {
@@ -447,7 +447,7 @@ _LOSS_SCALES = ("loss_scale", "min_loss_scale", "initial_loss_scale", "loss_scal
 
 def _settings_of_other_optimizers(optimizer: str) -> list[str]:
     """Returns the names of the optimizer settings that this optimizer does not use. Muon updates vectors with Adam."""
-    unused = {"muon_": "muon", "sgd_": "sgd", "adam_": ("adam", "muon", "distributed_fused_adam")}
+    unused = {"muon_": ("muon",), "sgd_": ("sgd",), "adam_": ("adam", "muon", "distributed_fused_adam")}
     prefixes = tuple(prefix for prefix, users in unused.items() if optimizer not in users)
     return [field.name for field in fields(OptimizerConfig) if field.name.startswith(prefixes)] if prefixes else []
 

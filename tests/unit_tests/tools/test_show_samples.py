@@ -8,6 +8,7 @@ import pytest
 from rich.console import Console
 
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path, loss_mask_prefix
+from megatron.core.datasets.padding import padding_mask_prefix
 from megatron.core.tokenizers.tokenizer import ByteLevelTokenizer
 from megatron.tools.show_samples import ShownLine, show_samples, shown_lines
 
@@ -29,8 +30,6 @@ def sample(*pieces: tuple[str, int]) -> tuple[list[int], list[int]]:
         ([("a", 0), ("b$", 1), ("c", 0)], [(0, "a"), (1, "b<|endoftext|>"), (0, "c")]),
         ([("a$\nb$", 1)], [(1, "a<|endoftext|>\\n"), (1, "b<|endoftext|>")]),
         ([("a$b$", 1)], [(1, "a<|endoftext|>"), (1, "b<|endoftext|>")]),
-        # Padding is counted. Three tokens are still written out, as are any number with a loss.
-        ([("a", 1), ("$$$$$", 0)], [(1, "a"), (0, "<|endoftext|> x 5")]),
         ([("a", 1), ("$$$", 0)], [(1, "a"), *[(0, "<|endoftext|>")] * 3]),
         ([("$$$$", 1)], [(1, "<|endoftext|>")] * 4),
         # Nothing moves the cursor or changes its color.
@@ -45,8 +44,11 @@ def test_lines_have_one_kind_of_tokens(pieces: list[tuple[str, int]], lines: lis
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_as_many_samples_as_asked_for_are_printed(tmp_path: Path, is_terminal: bool) -> None:
     prefix = str(tmp_path / "a")
-    samples = [sample(("q" * 30, 0), ("r" * 30, 1)), sample(("s", 0), ("t", 1)), sample(("u", 0), ("v", 1))]
-    for name, column, dtype in ((prefix, 0, np.uint16), (loss_mask_prefix(prefix), 1, np.uint8)):
+    samples = [sample(("q" * 30, 0), ("r" * 30, 1)), sample(("s", 0), ("t$", 1), ("$$", 0)), sample(("u", 0), ("v", 1))]
+    padding = [[0] * 60, [0, 0, 0, 1, 1], [0, 0]]
+    samples = [(*one, mask) for one, mask in zip(samples, padding)]
+    names = ((prefix, np.uint16), (loss_mask_prefix(prefix), np.uint8), (padding_mask_prefix(prefix), np.uint8))
+    for column, (name, dtype) in enumerate(names):
         with IndexedDatasetBuilder(get_bin_path(name), dtype=dtype) as builder:
             for one in samples:
                 builder.add_concatenated(np.asarray(one[column], dtype), [len(one[column])])
@@ -60,7 +62,7 @@ def test_as_many_samples_as_asked_for_are_printed(tmp_path: Path, is_terminal: b
         "sample 1 of 3: 60 tokens, 30 with a loss",
         *["       | " + "q" * cut for cut in cuts],
         *["  loss | " + "r" * cut for cut in cuts],
-        "sample 2 of 3: 2 tokens, 1 with a loss",
+        "sample 2 of 3: 3 tokens, 2 with a loss, and padding of 2",
         "       | s",
-        "  loss | t",
+        "  loss | t<|endoftext|>",
     ]

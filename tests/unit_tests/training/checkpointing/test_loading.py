@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import json
 import math
 import os
 import random
@@ -15,7 +16,9 @@ from megatron.core.device import seed_all
 from megatron.core.dist_checkpointing import list_tensors
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.training.checkpointing import get_checkpoint_tracker_filename, saving
+from megatron.training.checkpointing.folder import iteration_folder
 from megatron.training.checkpointing.run_values import check_same_model
+from tests.fuzz.checkpoint_damage import vouch
 from tests.unit_tests.training.small_run import SmallRun
 
 
@@ -99,17 +102,23 @@ def test_a_schedule_is_adopted_without_the_optimizer_or_the_flag_is_refused(tmp_
 
 def test_a_step_schedule_of_an_older_version_is_named_with_the_factor(tmp_path, capsys):
     flags = {"step_batch_size_schedule": "0:2 256:4", "seq_length": 128}
-    run = SmallRun(**flags).train(3)
-    run.save(tmp_path / "older")
-    run.state.data_order = {}
-    run.save(tmp_path / "newer")
-    capsys.readouterr()
-    SmallRun(**flags).load(tmp_path / "newer")
-    assert "step-batch" not in capsys.readouterr().out
-    loaded = SmallRun(**flags)
-    loaded.load(tmp_path / "older")
-    assert "multiply thresholds without a suffix by --seq-length (128)" in capsys.readouterr().out
-    assert loaded.state.data_order is None
+    for name, removed, added in (
+        ("newer", (), {}),
+        ("older", ("data_order",), {}),
+        ("converted from Megatron-LM", ("data_order",), {"origin": "megatron"}),
+    ):
+        SmallRun(**flags).train(3).save(tmp_path / name)
+        path = iteration_folder(tmp_path / name, 3) / "common.json"
+        common = json.loads(path.read_text()) | added
+        common["train_state"] = {key: value for key, value in common["train_state"].items() if key not in removed}
+        path.write_text(json.dumps(common))
+        vouch(path.parent)
+        capsys.readouterr()
+        loaded = SmallRun(**flags)
+        assert loaded.load(tmp_path / name) == 3
+        said = "multiply thresholds without a suffix by --seq-length (128)" in capsys.readouterr().out
+        assert said == (name == "older"), name
+        assert loaded.state.data_order is None
 
 
 STYLES = {
