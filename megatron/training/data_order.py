@@ -160,7 +160,7 @@ def _lines(run: TrainingRun, sizes: SplitSizes, found: DataOrder) -> list[str]:
             seeds.add(order.seed)
             if order.notes:
                 lines.append(_changed(split, order, starts_again=order.start == size.consumed > 0))
-            elif order.length is None and order.start + order.planned != size.size:
+            elif order.sources is not None and order.start + order.planned != size.size:
                 kept.append(f"{split.name} {order.start + order.planned} samples (now {size.size})")
     if kept:
         planned = ", ".join(dict.fromkeys(kept))

@@ -274,15 +274,25 @@ class _OrderedSet:
         )
 
     def _num_samples(self, order: SplitOrder, size: int) -> int:
-        """Returns the number of samples from the start of the order. A cyclic order repeats the planned ones."""
-        return max(order.planned if order.cyclic else size - order.start, 1)
+        """Returns the number of samples from the start of the order, at least one.
+
+        A cyclic order permutes groups of as many samples as planned. It repeats those of a single data set, which are
+        whole epochs; a blend has a group for every repetition.
+        """
+        required = max(size - order.start, 1)
+        if not order.cyclic:
+            return required
+        planned = max(order.planned, 1)
+        return planned * -(-required // planned) if len(self._parts) > 1 else planned
 
     def _order_of(self, dataset: GPTDataset | BlendedDataset, order: SplitOrder) -> SplitOrder:
         """Completes the order that is stored. Only a GPTDataset appends epochs to the order that it was planned for."""
         notes = order.notes
         if self._has_appended and not issubclass(self._builder.cls, GPTDataset):
             notes = *notes, f"{self._builder.cls.__name__} may read more samples than planned in a different order"
-        length = order.length or (len(dataset) if order.cyclic else None)
+        length = order.length
+        if order.cyclic and length is None:
+            length = max(order.planned, 1) if len(self._parts) > 1 else len(dataset)
         return replace(order, length=length, notes=notes, choices=None)
 
     def _capacity(self, number: int, count: int) -> int:

@@ -182,13 +182,15 @@ class MegatronPretrainingRandomSampler(MegatronPretrainingSampler):
 
     The order of an epoch depends only on `seed`, the epoch number and total_samples. It is the same on all ranks and
     for every layout. No sample is skipped, and a micro-batch may span two epochs. The order of one epoch is kept in
-    memory: [total_samples], int64.
+    memory: [total_samples], int64. num_groups: number of groups of total_samples samples that successive epochs read.
     """
 
-    def __init__(self, total_samples: int, consumed_samples: int, *, seed: int, **layout: int) -> None:
+    def __init__(
+        self, total_samples: int, consumed_samples: int, *, seed: int, num_groups: int = 1, **layout: int
+    ) -> None:
         """Creates the sampler. layout: micro_batch_size, data_parallel_rank and data_parallel_size."""
         super().__init__(total_samples, consumed_samples, **layout)
-        self._seed = seed
+        self._seed, self._num_groups = seed, num_groups
         self._epoch: int | None = None
         self._order = np.empty(0, dtype=np.int64)
 
@@ -198,7 +200,7 @@ class MegatronPretrainingRandomSampler(MegatronPretrainingSampler):
             # RandomState, because its random numbers are the same in all versions of NumPy.
             self._order = np.random.RandomState([self._seed, epoch]).permutation(self.total_samples)
             self._epoch = epoch
-        return int(self._order[place])
+        return int(self._order[place]) + epoch % self._num_groups * self.total_samples
 
 
 class _FullPassSampler(MegatronPretrainingSampler):
@@ -223,7 +225,11 @@ def _sampler(
     total_samples: int = order.length or len(dataset)  # type: ignore[arg-type]
     consumed = consumed_samples - order.origin
     if plan.dataloader_type == "cyclic":
-        return MegatronPretrainingRandomSampler(total_samples, consumed, seed=order.seed, **_layout(plan))
+        # A blend that is longer than planned has further samples.
+        num_groups = 1 if order.sources is None else len(dataset) // total_samples  # type: ignore[arg-type]
+        return MegatronPretrainingRandomSampler(
+            total_samples, consumed, seed=order.seed, num_groups=num_groups, **_layout(plan)
+        )
     return MegatronPretrainingSampler(total_samples, consumed, **_layout(plan))
 
 

@@ -283,6 +283,21 @@ def test_a_cyclic_order_repeats_the_samples_that_it_was_planned_for(tmp_path: Pa
         assert run.firsts[11 * epoch : 11 * epoch + 11] == [one_epoch[place] for place in order]
 
 
+@settings(max_examples=20)
+@given(blend=BLENDS, planned=st.integers(1, 30), stop=st.integers(1, 30), length=st.integers(1, 90))
+def test_a_cyclic_blend_permutes_groups_of_the_planned_samples(tmp_path_factory, blend, planned, stop, length) -> None:
+    blend = {**blend, "a": 1.0, "b": 0.5}
+    folder = tmp_path_factory.mktemp("cyclic")
+    write(folder, list(blend))
+    stop = min(stop, planned)
+    end = max(length, stop)
+    run = Run(folder).process(blend, planned, stop, cyclic=True).process(blend, end, end, cyclic=True, seed=8)
+    groups = -(-end // planned)
+    once = PlainRun(blend, planned).read(0, planned * groups)
+    places = [np.random.RandomState([SEED, group]).permutation(planned) + planned * group for group in range(groups)]
+    assert run.firsts == [once[place] for place in np.concatenate(places)[:end].tolist()]
+
+
 @given(
     weights=st.lists(st.sampled_from([0.001, 0.02, 0.3, 1.0, 2.5]), min_size=1, max_size=5),
     planned=st.integers(1, 60),
