@@ -193,7 +193,8 @@ class BlendedMegatronDatasetBuilder:
         request = self.sizes.splits[split.value]
         if is_apart:
             ordered = [_OrderedSet(self, split, [one], [1.0], request) for one in sources]
-            return [one.build_alone(size, number, len(ordered)) for number, one in enumerate(ordered)]
+            sets = [one.parts for one in ordered]
+            return [one.build_alone(size, number, sets) for number, one in enumerate(ordered)]
         if len(sources) == 1:
             return _OrderedSet(self, split, sources, [1.0], request).build_alone(size)
         weights = weights or [source.num_tokens() for source in sources]
@@ -225,13 +226,15 @@ class _OrderedSet:
         self._builder, self._split, self._sources, self._request = builder, split, sources, request
         self._seq_length = builder.config.sequence_length
         self._seed = request.stored[0].seed if request.stored else builder.config.random_seed
-        self._parts = [source.as_part(weight) for source, weight in zip(sources, weights)]
+        self.parts = [source.as_part(weight) for source, weight in zip(sources, weights)]
         self._built: dict[tuple[int, int, int | None], GPTDataset] = {}
         self._has_appended = False
 
-    def build_alone(self, size: int, set_number: int = 0, num_sets: int = 1) -> GPTDataset:
-        """Builds the dataset of the only source. set_number, num_sets: its place among several validation sets."""
-        order = self._order(size, set_number=set_number, num_sets=num_sets)
+    def build_alone(
+        self, size: int, set_number: int = 0, sets: Sequence[Sequence[SourceOrder]] | None = None
+    ) -> GPTDataset:
+        """Builds the dataset of the only source. set_number: its place among `sets`, if there are several."""
+        order = self._order(size, set_number=set_number, sets=sets or [self.parts])
         [part] = order.sources or ()
         dataset = self._dataset(0, part, required=part.first + self._num_samples(order, size))
         dataset.order = self._order_of(dataset, order)
@@ -239,10 +242,10 @@ class _OrderedSet:
 
     def build_blend(self, size: int) -> BlendedDataset:
         """Builds the blend of the sources, without those that have no sample."""
-        order = self._order(size, set_number=0, num_sets=1)
+        order = self._order(size, set_number=0, sets=[self.parts])
         assert order.sources is not None
         # The order keeps the sequence of the sources in the checkpoint's run.
-        numbers = [number for number in match_sources(order.sources, self._parts) if number is not None]
+        numbers = [number for number in match_sources(order.sources, self.parts) if number is not None]
         num_samples = self._num_samples(order, size)
         part_index, sample_index = order.indices(num_samples)
         required = np.zeros(len(numbers), dtype=np.int64)
@@ -255,20 +258,19 @@ class _OrderedSet:
         blended.order = self._order_of(blended, order)
         return blended
 
-    def _order(self, size: int, *, set_number: int, num_sets: int) -> SplitOrder:
+    def _order(self, size: int, *, set_number: int, sets: Sequence[Sequence[SourceOrder]]) -> SplitOrder:
         request = self._request
         if not request.stored:
             planned = size if request.planned is None else request.planned
             order = begin_order(
-                self._parts, planned, seed=self._seed, seq_length=self._seq_length, capacity=self._capacity
+                self.parts, planned, seed=self._seed, seq_length=self._seq_length, capacity=self._capacity
             )
             return replace(order, cyclic=request.cyclic)
         return continue_order(
             request.stored,
-            self._parts,
             request,
             set_number=set_number,
-            num_sets=num_sets,
+            sets=sets,
             seq_length=self._seq_length,
             capacity=self._capacity,
         )
@@ -283,7 +285,7 @@ class _OrderedSet:
         if not order.cyclic:
             return required
         planned = max(order.planned, 1)
-        return planned * -(-required // planned) if len(self._parts) > 1 else planned
+        return planned * -(-required // planned) if len(self.parts) > 1 else planned
 
     def _order_of(self, dataset: GPTDataset | BlendedDataset, order: SplitOrder) -> SplitOrder:
         """Completes the order that is stored. Only a GPTDataset appends epochs to the order that it was planned for."""
@@ -292,7 +294,7 @@ class _OrderedSet:
             notes = *notes, f"{self._builder.cls.__name__} may read more samples than planned in a different order"
         length = order.length
         if order.cyclic and length is None:
-            length = max(order.planned, 1) if len(self._parts) > 1 else len(dataset)
+            length = max(order.planned, 1) if len(self.parts) > 1 else len(dataset)
         return replace(order, length=length, notes=notes, choices=None)
 
     def _capacity(self, number: int, count: int) -> int:

@@ -220,19 +220,19 @@ def _with_planned_sources(order: SplitOrder, capacity: Capacity, *, known: Seque
 
 def continue_order(
     stored: Sequence[SplitOrder],
-    sources: Sequence[SourceOrder],
     split: SplitSize,
     *,
     set_number: int,
-    num_sets: int,
+    sets: Sequence[Sequence[SourceOrder]],
     seq_length: int,
     capacity: Capacity,
 ) -> SplitOrder:
-    """Continues the order of a checkpoint with `sources`, or starts a new order whose notes name the differences.
+    """Continues the order of a checkpoint, or starts a new order whose notes name the differences.
 
-    stored: the orders of the split's sets, at least one. set_number, num_sets: the set to continue, if there are
-    several validation sets.
+    stored: the orders of the split's sets, at least one. sets: the sources of all sets of the split, several only for
+    several validation sets. set_number: the one to continue.
     """
+    sources, num_sets = sets[set_number], len(sets)
     same = [one for one in stored if one.sources is not None and not _differences(one, sources, split, seq_length)]
     by_number = stored[set_number] if len(stored) == num_sets else stored[0]
     order = same[0] if same else by_number
@@ -244,7 +244,11 @@ def continue_order(
         named = [sources[number].name for number in matched if number is not None]
         known = (replace(one, name=name) for one, name in zip(order.sources or (), named))
         return replace(order, sources=tuple(known))
-    return _start_again(stored, order, sources, split, seq_length=seq_length, capacity=capacity)
+    if len(stored) == num_sets == 1:
+        notes = _differences(order, sources, split, seq_length)
+    else:
+        notes = _differences_of_sets(stored, order, sources, sets, split, seq_length)
+    return _start_again(stored, order, sources, split, notes=notes, seq_length=seq_length, capacity=capacity)
 
 
 def _start_again(
@@ -253,6 +257,7 @@ def _start_again(
     sources: Sequence[SourceOrder],
     split: SplitSize,
     *,
+    notes: Sequence[str],
     seq_length: int,
     capacity: Capacity,
 ) -> SplitOrder:
@@ -274,19 +279,30 @@ def _start_again(
         start=split.consumed,
         retired=tuple(one for number, one in enumerate(carried) if number not in kept),
         cyclic=split.cyclic,
-        notes=tuple(_differences(order, sources, split, seq_length)),
+        notes=tuple(notes),
     )
     known = [place for place, number in enumerate(matched) if number is not None]
     return _with_planned_sources(new, capacity, known=known)
 
 
 def match_sources(wanted: Sequence[SourceOrder], among: Sequence[SourceOrder]) -> list[int | None]:
-    """Returns, for each data set, the number of the same set in `among`, each used once, or None."""
+    """Returns, for each data set, the number of the same set in `among`, each used once, or None.
+
+    Copies of a set are matched by their weights, because a blend may list them in another order.
+    """
     places: dict[str, list[int]] = {}
-    for number, one in enumerate(among):
-        places.setdefault(json.dumps(dict(one.facts), sort_keys=True), []).append(number)
-    found = (places.get(json.dumps(dict(one.facts), sort_keys=True)) for one in wanted)
-    return [numbers.pop(0) if numbers else None for numbers in found]
+    for number in _by_weight(among):
+        places.setdefault(json.dumps(dict(among[number].facts), sort_keys=True), []).append(number)
+    found: dict[int, int] = {}
+    for number in _by_weight(wanted):
+        numbers = places.get(json.dumps(dict(wanted[number].facts), sort_keys=True))
+        if numbers:
+            found[number] = numbers.pop(0)
+    return [found.get(number) for number in range(len(wanted))]
+
+
+def _by_weight(sources: Sequence[SourceOrder]) -> list[int]:
+    return sorted(range(len(sources)), key=lambda number: sources[number].weight)
 
 
 def _differences(order: SplitOrder, sources: Sequence[SourceOrder], split: SplitSize, seq_length: int) -> list[str]:
@@ -309,6 +325,26 @@ def _differences(order: SplitOrder, sources: Sequence[SourceOrder], split: Split
             found.append(f"the share of {one.name} is {share:.4g} here, {share_before:.4g} in the checkpoint")
     names = [one.name for number, one in enumerate(sources) if number not in matched]
     return found + [f"the documents of {name} are new" for name in names]
+
+
+def _differences_of_sets(
+    stored: Sequence[SplitOrder],
+    order: SplitOrder,
+    sources: Sequence[SourceOrder],
+    sets: Sequence[Sequence[SourceOrder]],
+    split: SplitSize,
+    seq_length: int,
+) -> list[str]:
+    """Describes why `sources` continue none of several stored orders, or are one of several sets."""
+    found = _differences(replace(order, sources=()), (), split, seq_length)
+    if found:
+        return found
+    before = [one for each in stored for one in each.sources or ()]
+    matched = match_sources(before, [one for each in sets for one in each])
+    found = [f"the documents of {one.name} are missing or changed" for one, n in zip(before, matched) if n is None]
+    matched = match_sources(sources, before)
+    found += [f"the documents of {one.name} are new" for one, number in zip(sources, matched) if number is None]
+    return found or ["the validation sets are blended on one side and separate on the other"]
 
 
 def _share(source: SourceOrder, among: Sequence[SourceOrder]) -> float:

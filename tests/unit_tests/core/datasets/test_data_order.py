@@ -25,7 +25,16 @@ from megatron.core.datasets.gpt_indices import build_gpt_indices, check_gpt_indi
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from tests.unit_tests.core.datasets.corpora import VOCABULARY, dataset_config
-from tests.unit_tests.core.datasets.plain_order import CORPORA, SEED, PlainRun, S, plain_blend, plain_source, write
+from tests.unit_tests.core.datasets.plain_order import (
+    CORPORA,
+    SEED,
+    PlainRun,
+    S,
+    plain_blend,
+    plain_greedy,
+    plain_source,
+    write,
+)
 
 # The code under test, as a run uses it.
 
@@ -281,6 +290,62 @@ def test_a_cyclic_order_repeats_the_samples_that_it_was_planned_for(tmp_path: Pa
     for epoch in range(3):
         order = np.random.RandomState([SEED, epoch]).permutation(11)
         assert run.firsts[11 * epoch : 11 * epoch + 11] == [one_epoch[place] for place in order]
+
+
+def _validation_orders(
+    folder: Path, names: str, *, are_apart: bool, stored: tuple[SplitOrder, ...] = ()
+) -> tuple[SplitOrder, ...]:
+    """Returns the orders of the validation sets `names` of a process that continues at sample 4."""
+    prefixes = [str(folder / name) for name in names]
+    blends = [([str(folder / "a")], None), (prefixes, None), None]
+    apart = {"multiple_validation_sets": True} if are_apart else {}
+    config = dataset_config(None, blend_per_split=blends, split=None, random_seed=SEED, sequence_length=S, **apart)
+    valid = SplitSize(size=12, planned=12, consumed=4 if stored else 0, stored=stored)
+    sizes = SplitSizes([SplitSize(size=8, planned=8), valid, SplitSize(size=0, planned=0)])
+    found = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[1]
+    return tuple(one.order for one in (found if isinstance(found, list) else [found]))
+
+
+@pytest.mark.parametrize(
+    "before, after, notes",
+    [
+        # Sets in any sequence, fewer or more of them.
+        ("cd", "dc", [[], []]),
+        ("cd", "c", [[]]),
+        ("c", "dc", [["the documents of d are new"], []]),
+        ("cd", "dbc", [[], ["the documents of b are new"], []]),
+        ("cd", "cb", [[], ["the documents of d are missing or changed", "the documents of b are new"]]),
+        # Lower case: separate sets; upper case: a blend of them.
+        ("cd", "DC", [["the validation sets are blended on one side and separate on the other"]]),
+        ("CD", "cd", 2 * [["the validation sets are blended on one side and separate on the other"]]),
+        ("CD", "DC", [[]]),
+    ],
+)
+def test_notes_name_only_validation_sets_that_changed(tmp_path: Path, before: str, after: str, notes) -> None:
+    write(tmp_path)
+    stored = _validation_orders(tmp_path, before.lower(), are_apart=before.islower())
+    found = _validation_orders(tmp_path, after.lower(), are_apart=after.islower(), stored=stored)
+    assert [list(one.notes) for one in found] == notes
+
+
+def test_copies_of_a_set_are_one_blend_in_any_sequence(tmp_path: Path) -> None:
+    write(tmp_path)
+    orders = []
+    for names, weights in (("aab", [0.3, 0.2, 0.5]), ("aba", [0.2, 0.5, 0.3]), ("baa", [5.0, 3.0, 2.0])):
+        blend = ([str(tmp_path / name) for name in names], weights)
+        config = dataset_config(None, blend=blend, split="1,0,0", random_seed=SEED, sequence_length=S)
+        train = SplitSize(size=24, planned=24, consumed=6 if orders else 0, stored=tuple(orders[:1]))
+        sizes = SplitSizes([train, SplitSize(size=0, planned=0), SplitSize(size=0, planned=0)])
+        dataset = BlendedMegatronDatasetBuilder(GPTDataset, sizes, lambda: True, config).build()[0]
+        assert isinstance(dataset, BlendedDataset) and dataset.order is not None and dataset.order.notes == ()
+        orders.append(dataset.order)
+        firsts = [int(dataset[sample]["tokens"][0]) for sample in range(24)]
+        # Greedy choices of the first sequence; both copies read the corpus from its first sample.
+        places = [0, 0, 0]
+        for number, token in zip(plain_greedy([0.3, 0.2, 0.5], 24), firsts):
+            planned = plain_greedy([0.3, 0.2, 0.5], 24).count(number)
+            assert token == plain_source("aab"[number], planned, places[number] + 1)[places[number]]
+            places[number] += 1
 
 
 @settings(max_examples=20)
