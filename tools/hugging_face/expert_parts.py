@@ -79,7 +79,7 @@ class ExpertGroups:
         if chosen is not None and experts // chosen != 2:
             raise ValueError(
                 f"config.json: topk_group is {chosen} and num_experts_per_tok is {experts}: can be converted only "
-                "with twice as many experts as groups"
+                "if a token uses two experts of each of its groups"
             )
         return {"moe_router_num_groups": groups if groups > 1 else None, "moe_router_group_topk": chosen}
 

@@ -187,24 +187,29 @@ def config_of_settings(settings: Mapping[str, Any], *, dtype: str, carried: Mapp
         # The written weights are not quantized.
         carried = {key: value for key, value in carried.items() if key != QUANTIZATION}
         return _with_dtype(_kept_up(carried, wanted, settings=settings), dtype)
-    candidates = list(_candidates(settings, wanted))
+    refusals: list[str] = []
+    candidates = list(_candidates(settings, wanted, refusals))
     config, different = min(candidates, key=lambda one: len(one[1]), default=({}, {}))
     if different or not candidates:
-        nearest = f": {config['architectures'][0]} differs in {_words(different)}" if different else ""
-        raise ValueError(f"no architecture supports these settings{nearest}")
+        nearest = [f"{config['architectures'][0]} differs in {_words(different)}"] if different else []
+        raise ValueError(f"no architecture supports these settings: {'; '.join([*refusals, *nearest])}")
     return _with_dtype(config, dtype)
 
 
-def _candidates(settings: Mapping[str, Any], wanted: Values) -> Iterator[tuple[Values, dict[str, tuple[Any, Any]]]]:
-    """Yields, for each architecture, the config.json closest to the settings, and the remaining differences."""
+def _candidates(
+    settings: Mapping[str, Any], wanted: Values, refusals: list[str]
+) -> Iterator[tuple[Values, dict[str, tuple[Any, Any]]]]:
+    """Yields, for each architecture, the config.json closest to the settings, and the remaining differences.
+
+    Architectures that cannot express the settings are appended to `refusals`, with the reason.
+    """
     for family in FAMILIES:
         if family.has_experts == (wanted["num_experts"] is not None):
             config = _written(family, settings)
             try:
                 yield config, differing(config, wanted)
-            except ValueError:
-                # This architecture cannot express the settings.
-                continue
+            except ValueError as error:
+                refusals.append(f"{family.architecture}: {error}")
 
 
 def differing(config: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

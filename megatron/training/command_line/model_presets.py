@@ -117,8 +117,11 @@ def _tiny_experts(preset: Mapping[str, Any]) -> dict[str, Any]:
         "moe_router_topk": min(preset.get("moe_router_topk", 2), experts // 2),
     }
     if groups is not None:
-        # Four experts per group, enough for group scores of two experts and for the top-k choice of a token.
-        values |= {"moe_router_num_groups": experts // 4, "moe_router_group_topk": experts // 8}
+        # Four experts per group, of which a token uses as many as in the preset, since their scores are the group's.
+        chosen = experts // 8
+        per_group = min(preset["moe_router_topk"] // preset["moe_router_group_topk"], 4)
+        values |= {"moe_router_num_groups": experts // 4, "moe_router_group_topk": chosen}
+        values["moe_router_topk"] = chosen * per_group
     if shared is not None:
         width = preset.get("moe_ffn_hidden_size") or preset["ffn_hidden_size"]
         values["moe_shared_expert_intermediate_size"] = _TINY_EXPERT_FFN * max(1, shared // width)

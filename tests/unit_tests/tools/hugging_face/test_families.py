@@ -31,6 +31,21 @@ def test_presets_are_what_config_json_says(name: str) -> None:
     }
 
 
+@pytest.mark.parametrize("name", KNOWN_CONFIGS)
+def test_tiny_models_have_the_architecture_of_the_full_model(name: str) -> None:
+    tiny = vars(parse_args(argv=["--model", name, "--model-scale", "tiny"]))
+    written = config_of_settings(tiny, dtype="float32")
+    assert written["architectures"] == KNOWN_CONFIGS[name]["architectures"]
+    assert comparable_settings(settings_of_config(written)) == comparable_settings(tiny)
+
+
+def test_errors_name_the_reason_of_an_architecture_that_cannot_express_the_settings() -> None:
+    flags = ["--model", "deepseek-v3", "--model-scale", "tiny", "--moe-router-topk", "8"]
+    reason = "DeepseekV3ForCausalLM: config.json: topk_group is 2 and num_experts_per_tok is 8: can be converted only"
+    with pytest.raises(ValueError, match=reason):
+        config_of_settings(vars(parse_args(argv=flags)), dtype="float32")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("known", known_models(), ids=lambda known: known.name)
 def test_transformers_counts_the_same_parameters(known: Any) -> None:
