@@ -47,7 +47,8 @@ from megatron.training.checkpointing.train_state import is_count
 
 COMMON_FILE = "common.pt"
 _COMMON_STATE = "common_state"
-_COMMON_KEY = re.compile(rf"{_COMMON_STATE}(?:/shard_0(?:\.0)*_1(?:\.1)*)?")
+_SHARD = re.compile(r"shard_0(?:\.0)*_1(?:\.1)*")
+_COMMON_KEY = re.compile(rf"{_COMMON_STATE}(?:/{_SHARD.pattern})?")
 _BACKEND = "torch_dist"
 # Save plans in torch's metadata, as classes of Megatron-Core or torch. They contain nothing more about the tensors.
 _PLANNER, _STRATEGY = "torch.distributed.checkpoint.planner", "megatron.core.dist_checkpointing.strategies.torch"
@@ -231,9 +232,7 @@ def _values_in_index(folder: Path, metadata: Metadata, *, files: Manifest) -> tu
     is_whole = len(leaves) == 1 and _COMMON_KEY.fullmatch(canonical_name(first)) is not None
     place = f"{folder / pieces[first][0][0]}: {first if is_whole else _COMMON_STATE}"
     if is_whole:
-        values = leaves[first]
-        # Megatron-Core stores the shards of an object as a list.
-        return place, values[0] if isinstance(values, list) and len(values) == 1 else values
+        return place, _without_shards(leaves[first])
     paths = vars(metadata).get("planner_data")
     nested: dict[str | int, Any] = {}
     for key, value in leaves.items():
@@ -248,7 +247,16 @@ def _values_in_index(folder: Path, metadata: Metadata, *, files: Manifest) -> tu
         inner[path[-1]] = value
     if len(nested) != 1:
         raise ValueError(f"{folder} holds its common state in parts, {', '.join(map(str, nested))}: must be one")
-    return place, _with_lists(next(iter(nested.values())))
+    return place, _without_shards(_with_lists(next(iter(nested.values()))))
+
+
+def _without_shards(values: Any) -> Any:
+    """Returns the values of an object's only shard. Its shards may be a list, or a dict by shard."""
+    if isinstance(values, list) and len(values) == 1:
+        return values[0]
+    if isinstance(values, dict) and len(values) == 1 and _SHARD.fullmatch(str(next(iter(values)))):
+        return next(iter(values.values()))
+    return values
 
 
 def _with_lists(value: Any) -> Any:
@@ -281,12 +289,21 @@ def _stored_value(folder: Path, key: str, pieces: list[tuple[str, Piece]]) -> An
         raise ValueError(f"{folder} holds {key} in {len(pieces)} pieces: must be 1")
     [(name, piece)] = pieces
     content = read_object(folder / name, piece)
+    value = _saved_value(content, folder / name, key)
+    # torch.distributed.checkpoint, used directly, saves the saved object of Megatron-Core once more.
+    if isinstance(value, (bytes, io.BytesIO)):
+        return _saved_value(value if isinstance(value, bytes) else value.getvalue(), folder / name, key)
+    return value
+
+
+def _saved_value(content: bytes, path: Path, key: str) -> Any:
+    """Loads the result of torch.save, after verifying its checksums."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             check_records(archive)
     except (zipfile.BadZipFile, zlib.error, RuntimeError, ValueError, EOFError) as error:
-        raise ValueError(f"{folder / name} is corrupt: {key}: {error}") from error
-    return load_allowed(io.BytesIO(content), f"{folder / name}: {key}", allowed=ALLOWED)
+        raise ValueError(f"{path} is corrupt: {key}: {error}") from error
+    return load_allowed(io.BytesIO(content), f"{path}: {key}", allowed=[*ALLOWED, io.BytesIO])
 
 
 def _check_values(place: str, content: Any) -> None:

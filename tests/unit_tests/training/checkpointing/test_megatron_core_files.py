@@ -5,6 +5,7 @@ The expected values and tensors are those of fixtures that megatron-core 0.16.1 
 
 import argparse
 import copy
+import io
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -53,8 +54,33 @@ def wrapped(folder: Path, tensors: dict[str, torch.Tensor], common: Any) -> None
 
 def as_leaves(folder: Path, tensors: dict[str, torch.Tensor], common: Any) -> None:
     """torch flattens nested dicts, so that each value is an entry, and tensors are stored like weights."""
-    dcp.save({**tensors, KEY: common}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    in_torch(folder, {**tensors, KEY: common})
+
+
+def in_torch(folder: Path, state: dict[str, Any]) -> None:
+    dcp.save(state, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
     (folder / "metadata.json").write_text('{"sharded_backend": "torch_dist", "sharded_backend_version": 1}')
+
+
+def as_stream(folder: Path, tensors: dict[str, torch.Tensor], common: Any) -> None:
+    """torch saves the bytes that Megatron-Core's planner would write as they are."""
+    stream = io.BytesIO()
+    torch.save([common], stream)
+    in_torch(folder, {**tensors, KEY: stream})
+
+
+def as_bytes(folder: Path, tensors: dict[str, torch.Tensor], common: Any) -> None:
+    stream = io.BytesIO()
+    torch.save(common, stream)
+    in_torch(folder, {**tensors, KEY: stream.getvalue()})
+
+
+def as_list(folder: Path, tensors: dict[str, torch.Tensor], common: Any) -> None:
+    in_torch(folder, {**tensors, KEY: [common]})
+
+
+def by_shard(folder: Path, tensors: dict[str, torch.Tensor], common: Any) -> None:
+    in_torch(folder, {**tensors, "common_state": {"shard_0_1": common}})
 
 
 def in_both(folder: Path, tensors: dict[str, torch.Tensor], common: Any) -> None:
@@ -70,7 +96,10 @@ def in_a_file(folder: Path, tensors: dict[str, torch.Tensor], common: Any) -> No
 Write = Callable[[Path, dict[str, torch.Tensor], Any], None]
 
 
-@pytest.mark.parametrize("write", [as_object, as_shard, without_shard, wrapped, as_leaves, in_both, in_a_file])
+FORMS = [as_object, as_shard, without_shard, wrapped, as_leaves, as_stream, as_bytes, as_list, by_shard, in_both]
+
+
+@pytest.mark.parametrize("write", [*FORMS, in_a_file])
 @pytest.mark.parametrize("case", CASES)
 def test_the_common_state_means_the_same_in_each_place(case: str, write: Write, tmp_path: Path) -> None:
     folder, common = tmp_path / "theirs" / STEP, common_of(case)
@@ -133,6 +162,10 @@ def of_another_model(folder: Path, tensors: dict[str, torch.Tensor], common: Any
     as_object(folder, tensors, {**common, "args": args})
 
 
+def with_code_in_bytes(folder: Path, tensors: dict[str, torch.Tensor], common: Any) -> None:
+    as_bytes(folder, tensors, {**common, "hook": Harmful()})
+
+
 def flipped(folder: Path, tensors: dict[str, torch.Tensor], common: Any) -> None:
     marked = {**common, "content_metadata": {"text": "a text to find in the file"}}
     as_object(folder, tensors, marked)
@@ -152,6 +185,7 @@ def of_a_module(folder: Path, tensors: dict[str, torch.Tensor], common: Any) -> 
         (no_place, "has neither common.pt nor common_state/shard_0_1 in .metadata"),
         (as_tensor, "common_state/shard_0_1 holds a Tensor: must be a dict"),
         (with_code, "common_state/shard_0_1 cannot be read: it refers to posix.mkdir, which is not one"),
+        (with_code_in_bytes, "common_state/shard_0_1 cannot be read: it refers to posix.mkdir, which is not one"),
         (of_no_run, "common_state/shard_0_1 holds -3 as iteration: must be a non-negative integer"),
         (older, "common_state/shard_0_1 holds 1.0 as checkpoint_version: must be 2.0 or 3.0"),
         (with_other_args, "common_state/shard_0_1 holds {.* as args: must be the Namespace"),
