@@ -70,7 +70,9 @@ def build_datasets(run: TrainingRun) -> None:
     found = _agreed({split.name: _orders(run, split, sizes) for split in Split})
     before = run.state.data_order or {}
     # Sets that this run does not read keep the order for a later run.
-    run.state.data_order = {**before, **{name: sets for name, sets in found.items() if sets}}
+    # Without notes, which would be printed again if a rewind rebuilds the datasets.
+    kept = {name: tuple(replace(one, notes=()) for one in sets) for name, sets in found.items() if sets}
+    run.state.data_order = {**before, **kept}
     if run.state.iteration and not any(one.sources or one.length for sets in before.values() for one in sets):
         how = "follows from its arguments" if before else "is the one of a new run"
         print_rank_0(f"  note: the checkpoint does not store the order of its data, which {how}")

@@ -220,6 +220,34 @@ def test_a_script_that_makes_a_list_of_its_own_is_named(tmp_path: Path) -> None:
         assert ("does not pass on the list of sizes that it receives" in log) == (rank == 0)
 
 
+def _build_again(first: Sequence[str], second: Sequence[str]) -> list[str]:
+    """Returns the logs of building datasets that differ from the checkpoint's, and of building more of them later."""
+    logs = []
+    with started_run(first) as run:
+        run.callbacks = CallbackList([])
+        train(run)
+    with redirect_stdout(log := io.StringIO()), started_run(second) as run:
+        logs.append(log.getvalue())
+        run.training.train_iters = 90
+        with redirect_stdout(log := io.StringIO()):
+            build_datasets(run)
+        logs.append(log.getvalue())
+    return logs
+
+
+def test_differences_are_named_once(tmp_path: Path) -> None:
+    write(tmp_path)
+    folder = str(tmp_path / "run")
+    base: Flags = {**FLAGS, "save": folder, "load": folder, "train-iters": 8, "split": "1,0,0", "micro-batch-size": 1}
+    legs: list[Flags] = [
+        {"data-path": str(tmp_path / "a"), "exit-interval": 1},
+        {"data-path": _data(tmp_path, AB)},
+    ]
+    [(first, second)] = run_on_ranks(_build_again, 1, *(command_line({**base, **leg}) for leg in legs))
+    assert first.count("WARNING: the train data differ from the checkpoint's") == 1
+    assert "WARNING" not in second
+
+
 def _read_other_files(argv: Sequence[str], folder: str) -> str:
     with started_run(argv) as run:
 
