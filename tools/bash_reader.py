@@ -49,7 +49,7 @@ from megatron.tools.bash_values import (
     shown,
     unknown_part,
 )
-from megatron.tools.bash_words import OF_EACH_NODE, Expander, Segments, Shell
+from megatron.tools.bash_words import OF_EACH_NODE, Expander, Segments, Shell, echoed
 
 # Limits that stop a recursive function or a loop over a long list.
 _MOST_COMMANDS = 10_000
@@ -170,12 +170,16 @@ class BashReader:
         self.expander = Expander(self.shell)
         self.launches: list[Launch] = []
         self.doubts: list[str] = []
-        self.files: dict[str, str] = {}
         self.parents: list[tuple[Shell, tuple[str, ...]]] = []
         self.locals: list[dict[str, Value | None]] = []
         self.exports_all = False
         self.read_only: set[str] = set()
         self.num_commands = 0
+
+    @property
+    def files(self) -> dict[str, str | None]:
+        """Texts of the files that the script writes, by path."""
+        return self.shell.files
 
     @property
     def notes(self) -> list[str]:
@@ -219,6 +223,10 @@ class BashReader:
         status = self._pipeline(node.commands[0])
         for operator, command in zip(node.operators, node.commands[1:]):
             runs = status.succeeds == (operator == "&&")
+            if status.guess and _only_exits((AndOr(command.line, (command,), (), False),)):
+                self.notes.append(f"line {command.line}: the script is assumed not to exit")
+                status = _Status(operator == "||")
+                continue
             if status.guess:
                 changes = _changes((AndOr(command.line, (command,), (), False),), beyond_assignments=status.is_test)
                 if changes:
@@ -286,6 +294,7 @@ class BashReader:
             case Simple():
                 return self._simple(node, stdin)
             case Redirected():
+                self._keep_names(node.redirects)
                 return self._command(node.command)
             case Pipeline():
                 return self._pipeline(node)
@@ -322,6 +331,10 @@ class BashReader:
                 succeeds = holds.succeeds if holds.is_test else _is_negated(condition)
                 guesses.append(holds.guess if holds.is_test else _guess_of(condition, succeeds=succeeds))
                 self.notes.append(guesses[-1])
+                if succeeds and _only_exits(body):
+                    self.notes[-1] = f"line {node.line}: the script is assumed not to exit"
+                    guesses.pop()
+                    continue
             else:
                 succeeds = holds.succeeds
             if succeeds:
@@ -332,7 +345,7 @@ class BashReader:
 
     def _doubt_guesses(self, guesses: Sequence[str], node: If) -> None:
         bodies = [body for _, body in node.branches] + [node.otherwise]
-        if any(_changes(body, beyond_assignments=True) for body in bodies):
+        if any(_changes(body, beyond_assignments=True) and not _only_exits(body) for body in bodies):
             self.doubts += guesses
 
     def _loop(self, node: Loop) -> _Status:
@@ -463,6 +476,8 @@ class BashReader:
             table[number] = table.get(number, "") + text if node.appends else text
             return table
         if isinstance(node.value, Word):
+            if re.search(r":~(?![\w\\])", node.value.text):
+                raise UnknownPartError("~ after a colon")
             text = self.expander.text(node.value, hint=f"{node.name}_PART" if node.appends else node.name)
             if not node.appends:
                 return text
@@ -516,7 +531,9 @@ class BashReader:
                     self.shell.variables[name] = ""
             if isinstance(one, Assignment):
                 self._assign(one)
-            if set(options) & set("Anilu") and kind != "export":
+            if "n" in options and kind != "export":
+                self._doubt(node.line, f"{kind} -n {name} is not followed")
+            if set(options) & set("Ailu") and kind != "export":
                 self.shell.unreadable[name] = f"line {node.line}: {kind} {options} {name} is not followed"
             if kind == "readonly" or "r" in options:
                 self.read_only.add(name)
@@ -598,8 +615,11 @@ class BashReader:
             return _Status(True, f"line {line}: {name} is assumed to succeed")
         if name in _ENVIRONMENTS:
             return _SUCCEEDS
+        before = len(self.launches)
         if not self._run_strings(node, fields, stdin):
             self._look_for_launch(node, fields)
+        if len(self.launches) > before:
+            return _SUCCEEDS
         return _Status(True, f"line {line}: {shown(name)} is assumed to succeed")
 
     def _test(self, node: Simple, fields: Sequence[Segments]) -> _Status:
@@ -654,8 +674,9 @@ class BashReader:
 
     def _do_source(self, words: list[str], line: int) -> _Status:
         path = "".join(words[1:2])
-        if len(words) == 2 and os.path.normpath(path) in self.files:
-            return self.run_text(self.files[os.path.normpath(path)], first_line=line)
+        text = self.files.get(os.path.normpath(path))
+        if len(words) == 2 and text is not None:
+            return self.run_text(text, first_line=line)
         if re.search(r"/bin/activate$|/conda\.sh$|^/etc/", path):
             self._note(line, f"{shown(path)} is assumed to change only paths of programs")
         else:
@@ -748,28 +769,39 @@ class BashReader:
 
     # Section: files, strings and other shells.
 
-    def _keep_file(self, node: Simple, words: Sequence[str]) -> None:
-        """Keeps the text that echo, cat or tee writes to a file, in case the file is run later."""
-        paths = [(one.operator, one.target) for one in node.redirects if one.operator in (">", ">>", ">|")]
-        body = self._document(node.redirects, node.line)
-        text = body if words == ["cat"] or words[0] == "tee" else _echoed(words)
-        targets = [(operator, word) for operator, word in paths]
-        if words[0] in _HARMLESS and words[0] not in _READERS:
-            for word in words[1:]:
-                self.files.pop(os.path.normpath(word), None)
-        if words[0] == "tee" and len(words) > 1:
-            targets = [(">>" if "-a" in words else ">", Word(quoted_value(words[-1]), node.line))]
-        for operator, target in targets:
+    def _keep_names(self, redirects: Sequence[Redirect]) -> list[tuple[str, str]]:
+        """Records the files that redirections write, whose texts are not known yet. Returns operators and paths."""
+        found = []
+        for one in redirects:
+            if one.operator not in (">", ">>", ">|", "&>", "&>>"):
+                continue
             try:
-                path = os.path.normpath(known(self.expander.text(target)))
+                path = self.expander.path(one.target)
             except UnknownPartError:
                 continue
-            if text is None:
-                self.files.pop(path, None)
-            elif operator != ">>":
-                self.files[path] = text
-            elif path in self.files:
-                self.files[path] += text
+            if not path.startswith("/dev/"):
+                found.append((one.operator, path))
+                if one.operator not in (">>", "&>>") or path not in self.files:
+                    self.files[path] = None
+        return found
+
+    def _keep_file(self, node: Simple, words: Sequence[str]) -> None:
+        """Keeps the text that echo, cat or tee writes to a file, in case the file is run or read later."""
+        kept = {path: self.files.get(path) for path in self.files}
+        targets = self._keep_names(node.redirects)
+        body = self._document(node.redirects, node.line)
+        text = body if words == ["cat"] or words[0] == "tee" else _echoed(words)
+        if words[0] in _HARMLESS and words[0] not in _READERS:
+            for word in words[1:]:
+                if (path := os.path.normpath(word)) in self.files:
+                    self.files[path] = None
+        if words[0] == "tee" and len(words) > 1:
+            targets = [(">>" if "-a" in words else ">", os.path.normpath(words[-1]))]
+        for operator, path in targets:
+            before = kept.get(path) if operator == ">>" else ""
+            if operator == ">>" and path not in kept:
+                continue  # the file may exist
+            self.files[path] = None if text is None or before is None else before + text
 
     def _document(self, redirects: Sequence[Redirect], line: int) -> str | None:
         """Returns the text of the last here-document or here-string, or None if it is not known."""
@@ -809,7 +841,8 @@ class BashReader:
                 if not node.redirects and at == len(words) and stdin is None:
                     self._doubt(node.line, f"the commands that {words[shell]} reads are not followed")
                     return True
-        script = next((index for index, word in enumerate(words) if os.path.normpath(word) in self.files), None)
+        known_files = {path for path, text in self.files.items() if text is not None}
+        script = next((index for index, word in enumerate(words) if os.path.normpath(word) in known_files), None)
         if script is not None and (script == 0 or os.path.basename(words[0]) not in ("vi", "python", "python3")):
             self._run_file(node, fields, script)
             return True
@@ -835,7 +868,7 @@ class BashReader:
 
     def _run_file(self, node: Simple, fields: list[Segments], script: int) -> None:
         words = [_text(segments) for segments in fields]
-        text, arguments = self.files[os.path.normpath(words[script])], list(map(as_element, fields[script:]))
+        text, arguments = self.files[os.path.normpath(words[script])] or "", list(map(as_element, fields[script:]))
         before = fields[:script]
         if before and os.path.basename(_text(before[-1])) in _SHELLS:
             before = before[:-1]
@@ -1097,8 +1130,8 @@ def _text(segments: Segments) -> str:
 
 def _echoed(words: Sequence[str]) -> str | None:
     """Returns the output of a plain echo, or None for other commands."""
-    plain = words[:1] == ["echo"] and not "".join(words[1:2]).startswith("-")
-    return joined(words[1:]) + "\n" if plain else None
+    text = echoed(words[1:]) if words[:1] == ["echo"] else None
+    return None if text is None else text + ("" if words[1:2] == ["-n"] else "\n")
 
 
 def _alone(text: str) -> list[str]:
@@ -1134,6 +1167,20 @@ def _changes(commands: Commands, *, beyond_assignments: bool) -> bool:
         for pipeline in and_or.commands
         for node in pipeline.commands
     )
+
+
+def _only_exits(commands: Commands) -> bool:
+    """Returns whether commands end the script and change nothing else, so that no later command depends on them."""
+    if not commands or _changes(commands[:-1], beyond_assignments=True) or commands[-1].operators:
+        return False
+    node = commands[-1].commands[0].commands[0]
+    if len(commands[-1].commands[0].commands) > 1:
+        return False
+    if isinstance(node, Redirected):
+        node = node.command
+    if isinstance(node, Group) and not node.is_subshell:
+        return _only_exits(node.body)
+    return isinstance(node, Simple) and any(isinstance(one, Word) and one.text == "exit" for one in node.words[:1])
 
 
 def _node_changes(node: Node, *, beyond_assignments: bool) -> bool:

@@ -172,7 +172,8 @@ Node = Simple | Pipeline | If | Loop | For | CountingFor | Case | Group | Arithm
 Commands = tuple[AndOr, ...]
 
 DECLARATIONS = frozenset(("export", "local", "declare", "typeset", "readonly"))
-_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[([^\]\n]*)\])?(\+?)=")
+# An index may contain ${#NAME[@]} and other elements.
+_ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(?:\[((?:[^\[\]\n]|\[[^\[\]\n]*\])*)\])?(\+?)=")
 _REDIRECT = re.compile(r"(?:\d+|\{\w+\})?(&>>|&>|<<<|<<-|<<|<>|<&|>>|>\||>&|<|>)")
 _OPERATORS = ("&&", "||", ";;&", ";;", ";&", "|&", "\n", ";", "&", "|", "(", ")")
 _META = " \t\n;&|()<>"
@@ -246,6 +247,8 @@ class _Parser:
         ends = self.operator()
         if ends in (";", "&", "\n"):
             self.take_operator()
+        elif ends == "(" or (ends is None and self.at < len(self.text) and self.keyword() not in _CLOSERS):
+            raise self.fail()
         return AndOr(line, tuple(commands), tuple(operators), ends == "&")
 
     def pipeline(self) -> Pipeline:
@@ -641,6 +644,8 @@ class _Parser:
             self.pending = outer
         elif rest[:1] == "{":
             self.skip_braces(is_quoted=is_quoted)
+        elif rest[:1] == "[":
+            self.skip_to("]", self.at + 1)
         elif rest[:1] == "'" and not is_quoted:
             self.at += 1
             while not self.text.startswith("'", self.at):

@@ -8,6 +8,7 @@ come from the environment and are their own capture.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -57,6 +58,10 @@ _PARAMETER = re.compile(
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "a": "\a", "b": "\b", "e": "\033", "E": "\033", "f": "\f", "v": "\v"}
 
 
+class WrittenFileError(UnknownPartError):
+    """Raised for an expansion that reads a file which the script writes."""
+
+
 @dataclass(frozen=True)
 class Capture:
     """An unknown part. source: text that yields it, or None if it cannot be translated. uses: parts in the source.
@@ -93,7 +98,8 @@ class Shell:
     given: the caller's values, which take precedence over the script's own assignments. arguments: positional
     parameters by number; none are known unless has_arguments. unreadable: variables whose values are not followed, with
     the reason and its line. hidden: variables that a parent shell has not exported.
-    assumed: variables that nobody sets and that a condition or default takes as unset.
+    assumed: variables that nobody sets and that a condition or default takes as unset. files: texts of the files that
+    the script writes, by path; None if a text is not known.
     """
 
     given: Mapping[str, str]
@@ -108,6 +114,7 @@ class Shell:
     outside: set[str] = field(default_factory=set)
     assumed: dict[str, None] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+    files: dict[str, str | None] = field(default_factory=dict)
     level: int = 0
 
     def look_up(self, name: str) -> Value | None:
@@ -302,9 +309,10 @@ class Expander:
             return self._pieces(text[1:], line) or [Piece("", is_quoted=True)]
         if text.startswith(("$(", "`")) and not text.startswith("$(("):
             return [Piece(self._output(text, line), is_quoted, is_expanded=not is_quoted)]
-        if text.startswith("$((") and text.endswith("))"):
+        is_arithmetic = text.startswith("$((") and text.endswith("))")
+        if is_arithmetic or text.startswith("$["):
             try:
-                value = str(self.number(text[3:-2], line))
+                value = str(self.number(text[3:-2] if is_arithmetic else text[2:-1], line))
             except UnknownPartError:
                 if re.search(r"\+\+|--|[^=!<>]=[^=]", text):
                     raise
@@ -336,13 +344,20 @@ class Expander:
             raise UnknownPartError(str(error)) from None
         try:
             shell = replace(self.shell, variables=dict(self.shell.variables))
-            output = Expander(shell)._printed(commands)
+            expander = Expander(shell)
+            output = expander._printed(commands)
+            if output is None:
+                expander._refuse_written_files(commands)
+        except WrittenFileError:
+            raise
         except UnknownPartError:
             output = None
         return self._capture(inner, f"$({inner})") if output is None else output.rstrip("\n")
 
     def _printed(self, commands: Commands) -> str | None:
-        """Returns the output of echo, cat with a here-document, basename, dirname and seq, and None for others."""
+        """Returns the output of echo, cat with a known text, basename, dirname and seq, and None for others."""
+        if not commands:
+            return ""  # a comment
         if len(commands) != 1 or len(commands[0].commands) != 1 or commands[0].is_background:
             return None
         pipeline = commands[0].commands[0]
@@ -358,11 +373,17 @@ class Expander:
             document = command.redirects[0]
             body = document.body or ""
             return body if document.is_literal else self.here_document(body, command.line)
+        if not words and [one.operator for one in command.redirects] == ["<"]:
+            return self.shell.files.get(self.path(command.redirects[0].target))
         if not words or command.redirects or words[0] in self.shell.functions:
             return None
         name, *rest = words
-        if name == "echo" and not any(word.startswith("-") for word in rest[:1]):
-            return joined(rest)
+        if name == "cat" and len(rest) == 1:
+            return self.shell.files.get(os.path.normpath(known(rest[0])))
+        if name in (":", "true"):
+            return ""
+        if name == "echo":
+            return echoed(rest)
         if 1 <= len(rest) <= {"basename": 2, "dirname": 1}.get(name, 0) and not rest[0].startswith("-"):
             return _path_part(name, [known(word) for word in rest])
         if name == "seq" and 1 <= len(rest) <= 3 and all(re.fullmatch(r"-?[1-9]\d*|0", known(word)) for word in rest):
@@ -372,6 +393,24 @@ class Expander:
             stop = int(last) + (1 if int(step) > 0 else -1)
             return "\n".join(map(str, range(int(first), stop, int(step))))
         return None
+
+    def _refuse_written_files(self, commands: Commands) -> None:
+        """Raises WrittenFileError for a command that names a file which the translation does not write."""
+        for node in (node for and_or in commands for pipeline in and_or.commands for node in pipeline.commands):
+            inner = node.command if isinstance(node, Redirected) else node
+            words = [word for word in inner.words if isinstance(word, Word)] if isinstance(inner, Simple) else []
+            redirects = [*node.redirects] if isinstance(node, Simple | Redirected) else []
+            for word in [*words, *(one.target for one in redirects if one.operator == "<")]:
+                try:
+                    path = self.path(word)
+                except UnknownPartError:
+                    continue
+                if path in self.shell.files:
+                    raise WrittenFileError(f"the script writes {path}")
+
+    def path(self, word: Word) -> str:
+        """Returns the path that a word names."""
+        return os.path.normpath(known(self.text(word)))
 
     def _capture(self, text: str, source: str) -> str:
         """Makes a capture of an expansion. Variables of the script that its text mentions are set inside it."""
@@ -575,6 +614,13 @@ class Expander:
 
     def _pattern(self, text: str, line: int) -> str:
         return self.pattern(Word(text, line))
+
+
+def echoed(words: Sequence[str]) -> str | None:
+    """Returns the text that echo prints for its arguments, without a newline after it. None: with escapes."""
+    if words and re.fullmatch(r"-[neE]+", words[0]):
+        return joined(words[1:]) if words[0] == "-n" and not words[1:2] == ["-n"] else None
+    return joined(words)
 
 
 def _joined(pieces: Sequence[Piece]) -> str:
