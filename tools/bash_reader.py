@@ -42,7 +42,6 @@ from megatron.tools.bash_values import (
     counted,
     has_lost_blanks,
     joined,
-    known,
     names_of_unknown,
     quoted_segments,
     quoted_value,

@@ -139,12 +139,19 @@ class _Extents:
         self._variables = variables
         self._prompt_variables = {**variables, "add_generation_prompt": True}
         self._text = text
+        self._constant_prompt = self._find_constant_prompt()
 
     def of(self, number: int) -> tuple[int, int]:
         """Returns (begin, end) of answer `number`, from the end of its prompt to the end of its turn."""
-        up_to_answer = self._messages[: number + 1]
+        up_to_answer, history = self._messages[: number + 1], self._messages[:number]
         behind = self._rendered(up_to_answer, self._variables)
-        before = self._rendered(self._messages[:number], self._prompt_variables)
+        if behind is not None:
+            behind = behind.removesuffix(self._constant_prompt)
+        before = self._rendered(history, self._prompt_variables)
+        if before is not None and before == self._rendered(history, self._variables):
+            # The template writes a generation prompt after messages, but not here, such as after none.
+            begin = self._begin_without_prompt(number)
+            before = before if begin is None else self._text[:begin]
         if behind is not None and self._text.startswith(behind):
             if before is not None and behind.startswith(before):
                 return len(before), len(behind)
@@ -157,6 +164,16 @@ class _Extents:
         if begin is None or answer is None or begin > answer.place:
             raise ChatTemplateError(_NOT_FOUND.format(number=number + 1))
         return begin, answer.end
+
+    def _find_constant_prompt(self) -> str:
+        """Returns the generation prompt of a template that always ends with one, as Llama 3's first one, or ""."""
+        answer = [{"role": "assistant", "content": _PROBE}]
+        text = self._rendered(answer, self._variables)
+        if text is None or _PROBE not in text or text != self._rendered(answer, self._prompt_variables):
+            return ""
+        header, _, end = text.rpartition(_PROBE)
+        prompt = end[len(end) - _agreeing(header[::-1], end[::-1]) :]
+        return prompt if prompt.strip() and self._text.endswith(prompt) else ""
 
     def _begin(self, number: int, before: str) -> int | None:
         if self._text.startswith(before):

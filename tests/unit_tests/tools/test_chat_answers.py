@@ -82,6 +82,24 @@ def tokens_of(library: Tokenizer, pieces: list[tuple[str, bool]]) -> tuple[list[
 
 
 # Templates of known models, reduced to what renders messages.
+LLAMA3_FIRST = (
+    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}<|start_header_id|>{{ m.role }}"
+    "<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}"
+)
+ZEPHYR = """{% for m in messages %}
+{{ '<|' + m.role + '|>\n' + m.content + '</s>' }}
+{% if loop.last and add_generation_prompt %}
+{{ '<|assistant|>' }}
+{% endif %}
+{% endfor %}"""
+EOT = "<|eot_id|>"
+
+
+def head(role: str) -> str:
+    return f"<|start_header_id|>{role}<|end_header_id|>\n\n"
+
+
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
@@ -334,6 +352,23 @@ CASES = {
         MISTRAL,
         of(user("a"), answer("", tool_calls=[call('{"x": "\u00fc"}')]), {"role": "tool", "content": "1"}, answer("b")),
         '<s>[INST] a[/INST]~[CALLS] {"name": "f", "arguments": {"x": "\u00fc"}}</s>~[RESULT] 1[/RESULT]~ b</s>',
+    ),
+    "a template that always ends with a generation prompt (Llama 3's first one)": Case(
+        LLAMA3_FIRST,
+        of(user("a"), answer("b"), user("c"), answer("d")),
+        f"<s>{head('user')}a{EOT}{head('assistant')}~b{EOT}~{head('user')}c{EOT}{head('assistant')}~d{EOT}~"
+        f"{head('assistant')}",
+    ),
+    "two answers in a row, and always a generation prompt": Case(
+        LLAMA3_FIRST,
+        of(user("assistant"), answer("assistant"), answer("d", weight=0)),
+        f"<s>{head('user')}assistant{EOT}{head('assistant')}~assistant{EOT}~{head('assistant')}d{EOT}"
+        f"{head('assistant')}",
+    ),
+    "an answer first, of a template that writes no generation prompt without messages (Zephyr)": Case(
+        ZEPHYR,
+        of(answer("assistant"), user("a"), answer("b")),
+        "<|assistant|>\n~assistant</s>\n~<|user|>\na</s>\n<|assistant|>\n~b</s>\n",
     ),
     "a null instead of a content, which the template would print": Case(
         CHATML.replace("<|im_end|>", "{{ m.tool_calls[0].function.name if m.tool_calls else '' }}<|im_end|>"),
