@@ -19,8 +19,12 @@ ROLES = {
     "observation": "tool",
 }
 # Fields of a message that say whether it has a loss, as OpenAI, axolotl, ms-swift, XTuner and others write them.
-LOSS_FIELDS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale")
+LOSS_FIELDS = ("weight", "train", "training", "trainable", "loss", "loss_weight", "loss_scale", "loss_mask")
+# Those that also apply to a whole record. Others, such as a loss, are measurements there.
+RECORD_LOSS_FIELDS = ("weight", "train", "trainable", "loss_weight")
 NO_LOSS_FIELDS = ("masked",)
+# A field whose values mean a loss in some data sets, and none in others.
+AMBIGUOUS_LOSS_FIELD = "mask"
 # Fields that select parts of a message, which are not supported.
 PARTIAL_LOSS_FIELDS = ("train_detail", "training_detail")
 # Fields of a message that contain calls; the second one is OpenAI's older form.
@@ -122,7 +126,8 @@ def read_chat(record: dict[str, Any], key: str) -> ChatRecord:
             raise ValueError("key 'system' and a system message are both given: give only one of them")
         messages.insert(0, {"role": "system", "content": system})
         has_loss.insert(0, False)
-    untrained = frozenset(number for number, one in enumerate(has_loss) if not one)
+    excludes_all = not _record_has_loss(record)
+    untrained = frozenset(number for number, one in enumerate(has_loss) if not one or excludes_all)
     return ChatRecord(messages, untrained, _tools(record.get("tools")))
 
 
@@ -149,6 +154,11 @@ def _has_loss(message: dict[str, Any], number: int) -> bool:
     for name in PARTIAL_LOSS_FIELDS:
         if message.get(name) is not None:
             raise ValueError(f"message {number} has {name}: parts of a message cannot be selected for the loss")
+    if message.get(AMBIGUOUS_LOSS_FIELD) is not None:
+        raise ValueError(
+            f"message {number} has {AMBIGUOUS_LOSS_FIELD}, which is ambiguous: must be loss_mask (1: a loss) or masked "
+            "(true: no loss)"
+        )
     is_answer = message["role"] == "assistant"
     said: dict[str, bool] = {}
     for name in (*LOSS_FIELDS, *NO_LOSS_FIELDS):
@@ -166,6 +176,15 @@ def _has_loss(message: dict[str, Any], number: int) -> bool:
             "only messages of the assistant can have a loss"
         )
     return next(iter(said.values()), is_answer)
+
+
+def _record_has_loss(record: dict[str, Any]) -> bool:
+    """Whether the fields of a record leave its answers in the loss. Raises ValueError for a weight between 0 and 1."""
+    values = {name: record.get(name) for name in RECORD_LOSS_FIELDS if isinstance(record.get(name), int | float)}
+    for name, value in values.items():
+        if value not in (0, 1):
+            raise ValueError(f"key {name!r} is {value}: must be 0, 1, false or true")
+    return all(values.values())
 
 
 def _tools(tools: Any) -> list[Any] | None:

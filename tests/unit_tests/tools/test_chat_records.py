@@ -27,6 +27,8 @@ CALL = {"function": {"name": "f", "arguments": '{"x": 1}'}}
         ({"masked": True}, False),
         ({"masked": False}, True),
         ({"masked": True, "weight": 0}, False),
+        ({"loss_mask": 0}, False),
+        ({"loss_mask": True, "mask": None}, True),
     ],
 )
 def test_each_field_excludes_its_answer_alone(fields: dict[str, Any], has_loss: bool) -> None:
@@ -55,6 +57,9 @@ def test_each_field_excludes_its_answer_alone(fields: dict[str, Any], has_loss: 
         ({"m": [{"role": "system", "content": "s"}], "system": "t"}, "'system' and a system message"),
         ({"m": [ANSWER], "tools": "f(x)"}, "'tools' is text that is not JSON"),
         ({"m": [ANSWER], "tools": '{"name": "f"}'}, "'tools' is dict: must be a list"),
+        ({"m": [{**ANSWER, "mask": True}]}, "message 1 has mask, which is ambiguous: must be loss_mask"),
+        ({"m": [{**ANSWER, "loss_mask": [0, 1]}]}, "message 1 has loss_mask [0, 1]: must be 0"),
+        ({"m": [ANSWER], "weight": 0.5}, "key 'weight' is 0.5: must be 0, 1, false or true"),
         ({"m": "no"}, "'m' is str: must be a list of at least one message"),
         ({"m": []}, "'m' is empty: must be a list of at least one message"),
     ],
@@ -93,3 +98,18 @@ def test_arguments_that_are_json_text_can_become_objects() -> None:
 )
 def test_a_chat_is_excluded_if_all_its_answers_are(messages: list[dict[str, Any]], is_excluded: bool) -> None:
     assert read_chat({"m": messages}, "m").is_excluded == is_excluded
+
+
+@pytest.mark.parametrize(
+    "fields, is_excluded",
+    [
+        ({"weight": 0}, True),
+        ({"weight": 1, "train": False}, True),
+        ({"loss_weight": 0.0}, True),
+        ({"trainable": True}, False),
+        ({"weight": "heavy", "train": None}, False),
+        ({"loss": 0.0}, False),  # a measurement
+    ],
+)
+def test_fields_of_a_record_exclude_all_its_answers(fields: dict[str, Any], is_excluded: bool) -> None:
+    assert read_chat({"m": [QUESTION, ANSWER, {**ANSWER, "weight": 1}], **fields}, "m").is_excluded == is_excluded
