@@ -120,7 +120,7 @@ def adopt_launcher(environment: MutableMapping[str, str] | None = None) -> None:
     if int(variables.get("WORLD_SIZE", task.size)) != task.size:
         return  # each task starts several ranks, and sets their variables
     for name, value in values.items():
-        if value is not None and name not in variables:
+        if value is not None and not variables.get(name):
             variables[name] = str(value)
 
 
@@ -161,7 +161,7 @@ def _problems(environment: Environment, *, num_devices: int) -> Iterator[str]:
     if task is not None and task.size > 1:
         if (contradiction := _contradiction(task, environment)) is not None:
             yield contradiction
-        lacking = [name for name in (_ADDRESS, _PORT) if name not in environment]
+        lacking = [name for name in (_ADDRESS, _PORT) if not environment.get(name)]
         if lacking:
             yield (
                 f"{task.title} started {task.size} processes ({task.source}), but {' and '.join(lacking)} "
@@ -180,9 +180,11 @@ def _problems(environment: Environment, *, num_devices: int) -> Iterator[str]:
                 "train with one process"
             )
         return
-    missing = [name for name in ("RANK", _ADDRESS, _PORT) if name not in environment]
+    missing = [name for name in ("RANK", _ADDRESS, _PORT) if not environment.get(name)]
     if missing:
         yield f"WORLD_SIZE is set in the environment, but {', '.join(missing)} is not: start with torchrun"
+    elif not 0 < _number(environment, _PORT) < 65536:
+        yield f"MASTER_PORT is {environment[_PORT]} in the environment: must be from 1 to 65535"
     if rank is not None and rank >= size:
         yield f"RANK is {rank}: must be below WORLD_SIZE ({size})"
     local, of = numbers.get("LOCAL_RANK"), numbers.get("LOCAL_WORLD_SIZE")
@@ -220,7 +222,8 @@ def _task(environment: Environment) -> _Task | None:
         return None
     for names in _LAUNCHERS:
         if names.rank in environment or names.size in environment:
-            return _mpi_task(names, environment)
+            task = _mpi_task(names, environment)
+            return _started_by_srun(task, environment) if names.title == "PMI" else task
     if _is_srun_task(environment):
         return _slurm_task(environment)
     if "PMIX_RANK" in environment and "WORLD_SIZE" not in environment and "SLURM_JOB_ID" not in environment:
@@ -229,6 +232,22 @@ def _task(environment: Environment) -> _Task | None:
             "variable tells how many: set WORLD_SIZE and RANK, or start with torchrun"
         )
     return None
+
+
+def _started_by_srun(task: _Task, environment: Environment) -> _Task:
+    """Returns srun's description of a process to which srun has given PMI's variables, or else `task`.
+
+    Raises LaunchError for PMI's variables of a single process in a step of several tasks, which an outer shell has set.
+    """
+    if not _is_srun_task(environment):
+        return task
+    step = _slurm_task(environment)
+    if task.size == 1 and step.size > 1:
+        raise LaunchError(
+            f"{task.source} in the environment, but srun started {step.size} processes ({step.source}), so all of them "
+            "would train alone: unset PMI_RANK and PMI_SIZE"
+        )
+    return step if (task.rank, task.size) == (step.rank, step.size) else task
 
 
 def _mpi_task(names: _Names, environment: Environment) -> _Task:

@@ -84,6 +84,16 @@ PORT_OF_JOB = str(61440 + zlib.crc32(b"prterun-1@1") % 4096)
             id="Hydra",
         ),
         pytest.param(
+            STEP + NODES + "SLURM_STEP_NUM_TASKS=9 SLURM_PROCID=5 SLURM_LOCALID=1 SLURM_NODEID=1 PMI_RANK=5 PMI_SIZE=9",
+            f"RANK=5 WORLD_SIZE=9 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 MASTER_ADDR=gpu09 MASTER_PORT={PORT_OF_STEP}",
+            id="srun --mpi=pmi2",
+        ),
+        pytest.param(
+            STEP + "SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1 PMI_RANK=6 PMI_SIZE=8 MPI_LOCALRANKID=2",
+            "RANK=6 WORLD_SIZE=8 LOCAL_RANK=2",
+            id="Hydra, whose proxies srun starts",
+        ),
+        pytest.param(
             "MV2_COMM_WORLD_RANK=1 MV2_COMM_WORLD_SIZE=2 MV2_COMM_WORLD_LOCAL_RANK=1 MASTER_ADDR=a MASTER_PORT=1",
             "RANK=1 WORLD_SIZE=2 LOCAL_RANK=1",
             id="MVAPICH",
@@ -93,6 +103,12 @@ PORT_OF_JOB = str(61440 + zlib.crc32(b"prterun-1@1") % 4096)
 )
 def test_ranks_of_a_launcher_are_those_of_torchrun(given: str, expected: str) -> None:
     assert _adopted(given) == _words(expected)
+
+
+def test_an_empty_address_is_a_missing_one() -> None:
+    environment = _words(STEP + NODES + "SLURM_NTASKS=9 SLURM_PROCID=1 MASTER_ADDR= MASTER_PORT=")
+    adopt_launcher(environment)
+    assert (environment["MASTER_ADDR"], environment["MASTER_PORT"]) == ("gpu09", PORT_OF_STEP)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +159,14 @@ ADDRESS = "MASTER_ADDR=a MASTER_PORT=1 "
         ),
         ("OMPI_COMM_WORLD_RANK=0", "OMPI_COMM_WORLD_RANK is set in the environment, but OMPI_COMM_WORLD_SIZE is not"),
         ("PMI_RANK=3 PMI_SIZE=2", r"PMI_RANK is 3 in the environment: must be below PMI_SIZE \(2\)"),
+        (
+            STEP + "SLURM_NTASKS=4 SLURM_PROCID=0 PMI_RANK=0 PMI_SIZE=1",
+            r"PMI_SIZE=1 in the environment, but srun started 4 processes \(SLURM_NTASKS=4\).*unset PMI_RANK and",
+        ),
+        ("WORLD_SIZE=1 RANK=0 MASTER_ADDR= MASTER_PORT=1", "WORLD_SIZE is set in the environment, but MASTER_ADDR is"),
+        ("WORLD_SIZE=1 RANK=0 MASTER_ADDR=a MASTER_PORT=auto", "MASTER_PORT is 'auto' .*: must be a whole number"),
+        ("WORLD_SIZE=1 RANK=0 MASTER_ADDR=a MASTER_PORT=70000", "MASTER_PORT is 70000 .*: must be from 1 to 65535"),
+        ("OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=0 MASTER_ADDR= MASTER_PORT=1", "but MASTER_ADDR is not set"),
         ("PMIX_RANK=0", "PMIX_RANK is 0, .* but no variable tells how many"),
         (ADDRESS + "RANK=1", "RANK is 1 in the environment, but WORLD_SIZE is not set"),
         (ADDRESS + "WORLD_SIZE=2", "WORLD_SIZE is set in the environment, but RANK is not"),
