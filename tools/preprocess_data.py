@@ -27,6 +27,7 @@ if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.config_field import field_spec
+from megatron.core.datasets.document_borders import document_starts_prefix
 from megatron.core.datasets.indexed_dataset import (
     IndexedDataset,
     IndexedDatasetBuilder,
@@ -128,12 +129,13 @@ class Chat:
     """A tokenized chat, or several packed ones.
 
     tokens and mask: [L] integers; the mask is 1 for tokens in the loss. num_padding: number of padding tokens at the
-    end.
+    end. starts: positions of the first tokens of chats, and of the padding.
     """
 
     tokens: np.ndarray
     mask: np.ndarray
     num_padding: int = 0
+    starts: tuple[int, ...] = (0,)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -280,7 +282,8 @@ def preprocess(options: argparse.Namespace, settings: EncodeSettings) -> Summary
             names = merge(space, settings, options=options, summary=summary)
         check_dropped(summary, options)
         outputs = {name: f"{options.output_prefix}_{name}" for name in names}
-        stale = [mask_of(path) for path in outputs.values() for mask_of in (loss_mask_prefix, padding_mask_prefix)]
+        masks = (loss_mask_prefix, padding_mask_prefix, document_starts_prefix)
+        stale = [mask_of(path) for path in outputs.values() for mask_of in masks]
         # Masks first, because without masks all tokens would count in the loss.
         publish(
             [(space.prefix(part, name), path) for name, path in reversed(outputs.items())],
@@ -367,11 +370,13 @@ def merge(
 ) -> tuple[str, ...]:
     """Merges the .bin/.idx pairs of all partitions into the pair "merged", and packs chats if requested.
 
-    Returns the names of the outputs, which include the padding masks of packed chats if there is any padding.
+    Returns the names of the outputs, which include the padding masks of packed chats if there is any padding, and the
+    starts of chats if they contain the end-of-document token, which otherwise separates them.
     """
     names, dtypes = settings.names, settings.dtypes
+    padding, starts = padding_mask_prefix(names[0]), document_starts_prefix(names[0])
     if options.pack_length is not None:
-        names, dtypes = (*names, padding_mask_prefix(names[0])), (*dtypes, np.uint8)
+        names, dtypes = (*names, padding, starts), (*dtypes, np.uint8, np.uint8)
     with ExitStack() as stack:
         builders = {
             name: stack.enter_context(IndexedDatasetBuilder(get_bin_path(space.prefix("merged", name)), dtype=dtype))
@@ -386,7 +391,8 @@ def merge(
                     builder.add_index(space.prefix(str(number), name))
         for name, builder in builders.items():
             builder.finalize(get_idx_path(space.prefix("merged", name)))
-    return names if summary.counts.get("filling") else settings.names
+    counts = {padding: summary.counts.get("filling"), starts: summary.counts.get("eod inside")}
+    return tuple(name for name in names if counts.get(name, 1))
 
 
 def pack(
@@ -397,11 +403,14 @@ def pack(
     settings: EncodeSettings,
     summary: Summary,
 ) -> None:
-    """Packs chats into documents, adds them to the builders of tokens and of both masks, and updates `summary`."""
+    """Packs chats into documents, and updates `summary`.
+
+    builders: of tokens, loss masks, padding masks and starts.
+    """
     tokenizer = tokenizer_for(settings.tokenizer)
     fill = tokenizer.eod if tokenizer.pad is None else tokenizer.pad
     counts: Counter[str] = Counter()
-    tokens, masks, padding_masks = builders
+    tokens, masks, padding_masks, starts = builders
     summary.num_documents = summary.counts["with a loss"] = 0
     chats = (_ending_at(chat, tokenizer.eod) for chat in chats)
     for document in packed(chats, length=length, fill=fill, counts=counts):
@@ -409,6 +418,9 @@ def pack(
         masks.add_concatenated(document.mask, [length])
         is_padding = np.arange(length) >= length - document.num_padding
         padding_masks.add_concatenated(is_padding.astype(np.uint8), [length])
+        is_start = np.zeros(length, dtype=np.uint8)
+        is_start[list(document.starts)] = 1
+        starts.add_concatenated(is_start, [length])
         summary.num_documents += 1
         summary.counts["with a loss"] += int(document.mask.sum())
     if summary.num_documents == 0:
@@ -483,12 +495,14 @@ def _at_most(chat: Chat, length: int, *, counts: Counter[str]) -> list[Chat]:
 def _joined(chats: list[Chat], length: int, *, fill: int, counts: Counter[str]) -> Chat:
     tokens = np.full(length, fill, dtype=chats[0].tokens.dtype)
     mask = np.zeros(length, dtype=chats[0].mask.dtype)
-    end = 0
+    end, starts = 0, []
     for chat in chats:
         begin, end = end, end + len(chat.tokens)
+        starts.append(begin)
         tokens[begin:end], mask[begin:end] = chat.tokens, chat.mask
     counts["filling"] += length - end
-    return Chat(tokens, mask, num_padding=length - end)
+    starts += [end] if end < length else []
+    return Chat(tokens, mask, num_padding=length - end, starts=tuple(starts))
 
 
 @contextmanager
@@ -544,8 +558,8 @@ def report(summary: Summary, prefixes: list[str], *, options: argparse.Namespace
         print(f"skipped {summary.num_bad:,} {kind} in total", file=sys.stderr)
     if options.pack_length is not None and summary.counts.get("eod inside"):
         print(
-            f"note: {summary.counts['eod inside']:,} chats contain the end-of-document token, at which "
-            "--reset-attention-mask would split them: give the tokenizer an eos_token that its template does not write",
+            f"note: {summary.counts['eod inside']:,} chats contain the end-of-document token, so the first token of "
+            f"each chat is marked in {document_starts_prefix(prefixes[0])}.bin",
             file=sys.stderr,
         )
     learned, num_tokens = "", summary.num_tokens - summary.counts.get("filling", 0)

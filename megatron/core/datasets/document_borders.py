@@ -7,6 +7,35 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from megatron.core.datasets.indexed_dataset import DataError, IndexedDataset, open_token_mask
+
+
+def document_starts_prefix(path_prefix: str) -> str:
+    """Returns the prefix of the files that mark the first token of each document within `path_prefix`."""
+    return path_prefix + "_document_starts"
+
+
+def open_document_starts(path_prefix: str | None, lengths: np.ndarray, *, mmap: bool) -> IndexedDataset | None:
+    """Opens the marks of documents within the tokens at `path_prefix`, or returns None if there are none.
+
+    They have one uint8 per token: 1 for the first token of a document, otherwise 0. Packed data has them if the
+    end-of-document token also occurs inside documents. Arguments and errors as for open_loss_mask.
+    """
+    if path_prefix is None:
+        return None
+    prefix = document_starts_prefix(path_prefix)
+    return open_token_mask(prefix, path_prefix, lengths, mmap=mmap, kind="document starts")
+
+
+def marked_starts(marks: np.ndarray, where: str) -> np.ndarray:
+    """Returns the start position of each document in a sample: [n], int64, ascending.
+
+    marks: [S], uint8, as open_document_starts describes. Raises DataError for other values than 0 and 1.
+    """
+    if marks.max(initial=0) > 1:
+        raise DataError(f"the document starts of {where} contain {int(marks.max())}: must be 0 or 1")
+    return np.concatenate([[0], np.flatnonzero(marks[1:]) + 1])
+
 
 def document_starts(tokens: np.ndarray, eod: int) -> np.ndarray:
     """Returns the start position of each document in a sample: [n], int64, ascending.

@@ -17,6 +17,8 @@ from megatron.core.datasets.document_borders import (
     cumulative_lengths,
     document_masks,
     document_starts,
+    marked_starts,
+    open_document_starts,
     restarted_positions,
 )
 from megatron.core.datasets.gpt_indices import GPTIndices, build_gpt_indices, check_gpt_indices, plan_epochs
@@ -119,7 +121,8 @@ class GPTDataset(MegatronDataset):
     create_attention_mask it also contains attention_mask: [1, S, S], bool, where True means masked out. Otherwise, with
     reset_attention_mask, it contains cu_seqlens: [n + 1], int32. If the pair PREFIX_loss_mask.bin/.idx exists, it
     selects the targets that contribute to the loss; otherwise all targets do. If the pair PREFIX_padding_mask.bin/.idx
-    exists, items contain padding_mask: [S], bool, where True means padding, which has no loss.
+    exists, items contain padding_mask: [S], bool, where True means padding, which has no loss. Documents end with the
+    tokenizer's eod, or begin where the pair PREFIX_document_starts.bin/.idx says so.
 
     num_samples: None means one epoch. len() may be slightly larger. config.planned_samples fixes the order of a resumed
     run (see [Note: appended epochs] in gpt_indices.py). Indices are cached on disk. Raises ValueError if the documents
@@ -146,6 +149,7 @@ class GPTDataset(MegatronDataset):
         self._eod = -1 if config.tokenizer is None else config.tokenizer.eod
         self._learned = open_loss_mask(dataset_path, indexed_dataset.sequence_lengths, mmap=config.mmap_bin_files)
         self._padding = open_padding_mask(dataset_path, indexed_dataset.sequence_lengths, mmap=config.mmap_bin_files)
+        self._starts = open_document_starts(dataset_path, indexed_dataset.sequence_lengths, mmap=config.mmap_bin_files)
         self._adds_empty_mask = False
         self._warn_of_unmarked_padding()
         self._check_enough_text()
@@ -234,7 +238,7 @@ class GPTDataset(MegatronDataset):
         if self.has_padding_mask:
             exclude_padding(item, self._padding_of(idx))
         if self.config.reset_position_ids or self.config.reset_attention_mask or self.config.create_attention_mask:
-            item |= self._border_items(text[:-1])
+            item |= self._border_items(self._document_starts_of(idx, text[:-1]), num_tokens=len(text) - 1)
         return item
 
     def _padding_of(self, idx: int) -> np.ndarray:
@@ -251,10 +255,14 @@ class GPTDataset(MegatronDataset):
         self._check_vocabulary(text)
         return text
 
-    def _border_items(self, tokens: np.ndarray) -> dict[str, torch.Tensor]:
-        """Returns the entries of an item that depend on document borders; see the class. tokens: [S], int64."""
-        num_tokens = len(tokens)
-        starts = document_starts(tokens, self._eod)
+    def _document_starts_of(self, idx: int, tokens: np.ndarray) -> np.ndarray:
+        """Returns the start position of each document in sample `idx`: [n], int64. tokens: [S], int64."""
+        if self._starts is None:
+            return document_starts(tokens, self._eod)
+        return marked_starts(self._read(self._starts, idx, dtype=np.uint8)[:-1], self._where)
+
+    def _border_items(self, starts: np.ndarray, *, num_tokens: int) -> dict[str, torch.Tensor]:
+        """Returns the entries of an item that depend on document borders; see the class. starts: [n], int64."""
         items = {}
         if self.config.reset_position_ids:
             items["position_ids"] = restarted_positions(starts, num_tokens=num_tokens)

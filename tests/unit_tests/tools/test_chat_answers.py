@@ -5,13 +5,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig
 from megatron.core.datasets.indexed_dataset import IndexedDataset
 from megatron.core.datasets.text_files import RawDocument
+from megatron.core.datasets.utils import Split
 from megatron.core.tokenizers import TokenizerConfig, build_tokenizer
 from megatron.core.tokenizers.chat_template import TemplateSources
 from megatron.core.tokenizers.library_tokenizers import HuggingFaceTokenizer
@@ -627,3 +630,62 @@ def test_the_loss_covers_exactly_the_answers_with_each_end_once(
     assert not chunk.bad_lines
     assert library.decode(tokens[0].tolist(), skip_special_tokens=False) == "".join(piece for piece, _ in pieces)
     assert (tokens[0].tolist(), masks[0].tolist()) == (ids, mask)
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", "<|endoftext|>"])
+@pytest.mark.parametrize("partitions", ["1", "2"])
+def test_packed_chats_are_separate_also_if_the_end_of_document_ends_each_turn(
+    library: Tokenizer, folders: dict[str, Path], tmp_path: Path, eos: str, partitions: str
+) -> None:
+    length = 128
+    chats = [
+        [user("a"), answer("b"), user("cc"), answer("d")],
+        [user("e" * 9), answer("f")],
+        [user("g"), answer("h"), user("i"), answer("j"), user("k"), answer("l")],
+        [user("m" * 70), answer("n"), user("o"), answer("p" * 40)],
+        [user("q"), answer("r")],
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"messages": chat}) + "\n" for chat in chats))
+    (tmp_path / "t.jinja").write_text(CHATML)
+    words = ["--input", tmp_path / "a.jsonl", "--output-prefix", tmp_path / "out", "--chat-key", "messages"]
+    words += ["--chat-template", tmp_path / "t.jinja", "--tokenizer-type", "HuggingFaceTokenizer", "--workers", 1]
+    words += ["--tokenizer-model", folders[eos], "--pack-length", length, "--partitions", partitions]
+    prefix = tmp_path / "out_messages_document"
+    # Files of earlier data under the same name are removed if they are not written again.
+    for end in (".bin", ".idx"):
+        Path(f"{prefix}_document_starts{end}").touch()
+    assert preprocess_data.main(list(map(str, words))) == 0
+    assert Path(f"{prefix}_document_starts.bin").exists() == (eos == "<|im_end|>")
+
+    texts = []
+    for chat in chats:
+        text = "".join(f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n" for one in chat)
+        text = text.removesuffix("\n") if eos == "<|im_end|>" else text + eos
+        texts.append(library.encode(text, add_special_tokens=False).ids[:length])
+    tokenizer = build_tokenizer(
+        TokenizerConfig(tokenizer_type="HuggingFaceTokenizer", tokenizer_model=str(folders[eos]))
+    )
+    config = GPTDatasetConfig(
+        random_seed=1,
+        sequence_length=length,
+        blend=([str(prefix)], None),
+        split="1,0,0",
+        tokenizer=tokenizer,
+        reset_position_ids=True,
+        reset_attention_mask=True,
+        eod_mask_loss=False,
+        create_attention_mask=False,
+        path_to_cache=str(tmp_path / "cache"),
+    )
+    tokens = IndexedDataset(str(prefix))
+    data = GPTDataset(tokens, str(prefix), np.arange(len(tokens)), None, Split.train, config)
+    seen = 0
+    for sample in data:
+        borders = sample["cu_seqlens"].tolist()
+        for begin, end in zip(borders, borders[1:]):
+            piece = sample["tokens"][begin:end].tolist()
+            assert sample["position_ids"][begin:end].tolist() == list(range(end - begin))
+            is_padding = set(piece) == {library.token_to_id("<|pad|>")}
+            assert is_padding or piece in texts
+            seen += not is_padding
+    assert len(data) == len(tokens) - 1 and seen >= 2
