@@ -271,13 +271,24 @@ def _mpi_task(names: _Names, environment: Environment) -> _Task:
 
 
 def _is_srun_task(environment: Environment) -> bool:
-    """Returns whether srun started this process. The script of sbatch and the shell of salloc have PROCID 0 as well."""
+    """Returns whether srun started this process. The script of sbatch and the shell of salloc have PROCID 0 as well.
+
+    Raises LaunchError if process 0 of the same launch would take itself for such a script.
+    """
     if "SLURM_PROCID" not in environment:
         return False
     step = environment.get("SLURM_STEP_ID", environment.get("SLURM_STEPID", ""))
     if step.isdigit():
         return int(step) < _FIRST_RESERVED_STEP
-    return "SLURM_STEP_NUM_TASKS" in environment or environment["SLURM_PROCID"] != "0"
+    # Scripts and shells have the id of their job.
+    if "SLURM_STEP_NUM_TASKS" in environment or "SLURM_JOB_ID" not in environment:
+        return True
+    if environment["SLURM_PROCID"] != "0":
+        raise LaunchError(
+            f"SLURM_PROCID is {environment['SLURM_PROCID']} and SLURM_STEP_ID is not set, so process 0 cannot tell "
+            "that srun started it: pass SLURM_STEP_ID on to each process, as srun sets it"
+        )
+    return False
 
 
 def _slurm_task(environment: Environment) -> _Task:

@@ -56,6 +56,11 @@ PORT_OF_JOB = str(61440 + zlib.crc32(b"prterun-1@1") % 4096)
             id="srun, address given",
         ),
         pytest.param(
+            "SLURM_NTASKS=2 SLURM_PROCID=0 SLURM_LOCALID=0 MASTER_PORT=5 MASTER_ADDR=b",
+            "RANK=0 WORLD_SIZE=2 LOCAL_RANK=0",
+            id="srun, in a container that passes few variables",
+        ),
+        pytest.param(
             STEP + "SLURM_NTASKS=4 SLURM_PROCID=3 SLURM_LOCALID=1 SLURM_JOB_NODELIST=n-1,n-2 WORLD_SIZE=4",
             f"RANK=3 LOCAL_RANK=1 MASTER_ADDR=n-1 MASTER_PORT={PORT_OF_STEP}",
             id="srun, WORLD_SIZE exported in the script",
@@ -148,6 +153,11 @@ ADDRESS = "MASTER_ADDR=a MASTER_PORT=1 "
 @pytest.mark.parametrize(
     ("given", "said"),
     [
+        (
+            ADDRESS + "SLURM_JOB_ID=7 SLURM_NTASKS=2 SLURM_PROCID=1",
+            "SLURM_PROCID is 1 and SLURM_STEP_ID is not set, so process 0 cannot tell that srun started it",
+        ),
+        ("SLURM_PROCID=0", "SLURM_PROCID is set in the environment, but SLURM_NTASKS is not"),
         (STEP + "SLURM_NTASKS=2 SLURM_PROCID=1", r"srun started 2 processes \(SLURM_NTASKS=2\), but MASTER_ADDR is"),
         (
             STEP + "SLURM_NTASKS=2 SLURM_PROCID=1 SLURM_JOB_NODELIST=a,b SLURM_DISTRIBUTION=arbitrary",
