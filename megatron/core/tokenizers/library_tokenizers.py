@@ -2,6 +2,7 @@
 
 import functools
 import json
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,19 @@ class HuggingFaceTokenizer(LibraryTokenizer):
         self.bos = self._find(named.get("bos_token"), BOS_NAMES)
         self.pad = self._find(named.get("pad_token"), PAD_NAMES)
         eod = self._find(named.get("eos_token"), EOD_NAMES)
+        if eod is None and "eos_token" in named:
+            raise ValueError(
+                f"eos_token of tokenizer_config.json is {named['eos_token']!r}: must be a token of {self._path}"
+            )
         if eod is None:
             raise ValueError(f"{self._path} has no end-of-document token: must contain one of {', '.join(EOD_NAMES)}")
         self.eod = eod
+        if absent := [text for text in self._declared_tokens() if text not in self._vocab]:
+            warnings.warn(
+                f"{self._path} lacks {', '.join(absent)} of tokenizer_config.json, which transformers would add: they "
+                "are tokenized as text; save the tokenizer with transformers to write them into tokenizer.json",
+                stacklevel=2,
+            )
 
     @functools.cached_property
     def special_ids(self) -> frozenset[int]:
@@ -80,6 +91,16 @@ class HuggingFaceTokenizer(LibraryTokenizer):
             if key.endswith("_token") and isinstance(text, str):
                 names[key] = text
         return names
+
+    def _declared_tokens(self) -> list[str]:
+        """Returns the texts of all tokens that tokenizer_config.json declares."""
+        added = self._settings.get("added_tokens_decoder") or {}
+        named = [*self.special_names.values()]
+        for key in ("additional_special_tokens", "extra_special_tokens"):
+            more = self._settings.get(key) or ()
+            named += more.values() if isinstance(more, dict) else more
+        texts = [one.get("content") if isinstance(one, dict) else one for one in (*added.values(), *named)]
+        return list(dict.fromkeys(text for text in texts if isinstance(text, str)))
 
     @property
     def chat_templates(self) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import warnings
 from pathlib import Path
 
 import pytest
@@ -132,6 +133,31 @@ def test_unusable_files_are_named(tmp_path: Path, content: str | None, error: ty
     elif content is not None:
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(error, match=message):
+        hugging_face(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "declared, absent",
+    [
+        ({"eos_token": "<|end|>", "pad_token": "<|pad|>"}, "<|pad|>"),
+        ({"eos_token": {"content": "<|end|>"}, "additional_special_tokens": ["<|start|>", "<|end|>"]}, "<|start|>"),
+        ({"added_tokens_decoder": {"400": {"content": "<tool>", "special": True}}}, "<tool>"),
+        ({"extra_special_tokens": {"image_token": "<image>"}}, "<image>"),
+        ({"eos_token": "<|end|>", "added_tokens_decoder": {"0": {"content": "<|end|>"}}}, None),
+    ],
+)
+def test_declared_tokens_that_would_be_text_are_named(tmp_path: Path, declared: dict, absent: str | None) -> None:
+    write_tokenizer(tmp_path, ["<|end|>", "<|endoftext|>"], config=declared)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        hugging_face(tmp_path)
+    said = [str(one.message) for one in found if "transformers would add" in str(one.message)]
+    assert [f"lacks {absent} of tokenizer_config.json" in one for one in said] == ([] if absent is None else [True])
+
+
+def test_an_end_of_document_that_is_not_in_the_vocabulary_is_named(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, ["<|endoftext|>"], config={"eos_token": "<|im_end|>"})
+    with pytest.raises(ValueError, match=r"eos_token of tokenizer_config.json is '<\|im_end\|>': must be a token of"):
         hugging_face(tmp_path)
 
 
