@@ -333,7 +333,9 @@ def noted_differences(
 
 def describe_schedule(here: Mapping[str, Any], stored: Mapping[str, Any]) -> list[str]:
     """Describes the values of a run's schedule that differ from the checkpoint's. Both are states of a scheduler."""
-    names = [name for name in here if name != "num_steps" and stored.get(name, here[name]) != here[name]]
+    is_constant = here.get("wd_incr_style") == stored.get("wd_incr_style") == "constant"
+    unused = {"num_steps", *(("wd_incr_steps",) if is_constant else ())}
+    names = [name for name in here if name not in unused and stored.get(name, here[name]) != here[name]]
     return [f"{name} is {here[name]} here, {stored[name]} in the checkpoint" for name in names]
 
 
