@@ -69,6 +69,8 @@ _ENVIRONMENTS = frozenset(("module", "ml", "conda", "mamba", "spack", "alias", "
 _SHELLS = frozenset(("bash", "sh", "dash", "zsh"))
 # Programs that do not pass on the environment.
 _REMOTE = frozenset(("ssh", "pdsh", "clush", "docker", "podman", "kubectl", "su", "sudo"))
+# Programs that append words of their own to a command.
+_APPENDING = frozenset(("xargs", "parallel"))
 _COMPARISONS: Mapping[str, Callable[[int, int], bool]] = {
     "-eq": lambda left, right: left == right,
     "-ne": lambda left, right: left != right,
@@ -895,6 +897,11 @@ class BashReader:
         wrapper = tuple(quoted_segments(segments) for segments in [*before, *shell]) if before else ()
         names = names_of_unknown(text)
         if wrapper:
+            programs = [os.path.basename(_text(segments)) for segments in before]
+            if "env" in programs and any(re.match(r"-[iu-]", _text(segments)) for segments in before):
+                self._doubt(line, "the options of env are not followed")
+            if appending := [program for program in programs if program in _APPENDING]:
+                self._doubt(line, f"the words that {appending[0]} appends are not followed")
             if self.parents:
                 self._doubt(line, f"{shown(_text(before[0]))} inside another shell is not followed")
             own = [name for name in names if is_remote or name in OF_EACH_NODE or name.startswith("SLURM_")]
@@ -938,6 +945,8 @@ class BashReader:
             outside = self._environment(self.parents[-1][0])
             values = {name: value for name, value in values.items() if outside.get(name) != value}
         doubts = list(self.doubts)
+        if appending := [word for word in map(os.path.basename, words[:program]) if word in _APPENDING]:
+            doubts.append(f"line {node.line}: the words that {appending[0]} appends are not followed")
         if any(map(has_lost_blanks, fields)):
             doubts.append(f"line {node.line}: blanks in unknown values are not followed")
         # The translator replaces the path of pretrain_gpt.py.

@@ -77,6 +77,9 @@ TRAIN = "torchrun pretrain_gpt.py --s"
         (f"{{ echo 1; }} > f; {TRAIN} $(cat f)", "line 1: $(cat f): the script writes f"),
         (f"printf 1 > f; A=$(head -1 < ./f); {TRAIN} $A", "the script writes f"),
         (f"echo 1 > f; echo 2 > f; sed -i s/1/2/ f; {TRAIN} $(cat f)", "the script writes f"),
+        (f"echo 1 | xargs -n1 {TRAIN}", "line 1: the words that xargs appends are not followed"),
+        (f"parallel bash -c '{TRAIN} $0' ::: 1", "line 1: the words that parallel appends are not followed"),
+        (f"export A=1; env -u A bash -c '{TRAIN} $A'", "line 1: the options of env are not followed"),
         (f"curl x | bash; {TRAIN} 1", "line 1: the commands that bash reads are not followed"),
     ],
 )
