@@ -149,7 +149,8 @@ class Shell:
         value = self.look_up(name)
         if value is None:
             if name in _CHANGING:
-                return self.capture(name if name != "$" else "PID", f'"${{{name}}}"')
+                # Not the variable's own name, which bash changes at each use.
+                return self.capture(f"{name}_VALUE" if name != "$" else "PID", f'"${{{name}}}"')
             if name in _OF_THE_SCRIPT:
                 raise UnknownPartError(f"${name} is not known here")
             if name in self.captures:

@@ -281,6 +281,10 @@ def test_a_script_that_is_not_followed_exactly_has_the_status_of_another_run(
             ["D=$(date +%F)", "x_${D}"],
         ),
         ("P=$(shuf -n 1 -i 1-9)\ntorchrun --master_port $P pretrain_gpt.py FLAGS", ["P=$(shuf -n 1 -i 1-9)", "${P}"]),
+        (
+            'P=${P:-$RANDOM}\nCMD="torchrun --master_port $P --rdzv_id $P pretrain_gpt.py FLAGS"\n$CMD',
+            ['RANDOM_VALUE="${RANDOM}"'],
+        ),
         ('P=$((RANDOM % 9))\nCMD="torchrun --master_port $P pretrain_gpt.py FLAGS"\n$CMD', ['P="$((RANDOM % 9))"']),
         ('CMD="TRAIN"\necho $CMD\neval $CMD', ["torchrun pretrain_gpt.py"]),
         ("A=7\nX=$(expr $A + 1)\nTRAIN --tensorboard-dir x_$X", ["X=$(A=7; expr $A + 1)"]),
