@@ -330,8 +330,8 @@ def smallest_world(args: argparse.Namespace) -> int:
     return math.lcm(dense, experts)
 
 
-def print_translation(translation: Translation) -> None:
-    """Prints the command and a comment for each change."""
+def print_translation(translation: Translation, problems: Sequence[str] = ()) -> None:
+    """Prints the command and a comment for each change. problems: why the command line rejects the command."""
     launch = translation.launch
     reasons = [change for change in translation.changes if change.effect is translation.effect]
     flags = ", ".join(change.setting.flag for change in reasons)
@@ -339,7 +339,9 @@ def print_translation(translation: Translation) -> None:
     if launch.doubts:
         doubts = "; ".join(launch.doubts)
         print(f"# [different] parts of the script could not be evaluated, so compare its values with these: {doubts}")
-    if flags or not launch.doubts:
+    for problem in problems:
+        print(f"# [rejected] the command line rejects this command: {' '.join(problem.split())}")
+    if not problems and (flags or not launch.doubts):
         print(f"# [{translation.effect.name.lower()}] {VERDICTS[translation.effect]}{because}")
     for line in (*translation.notes, *map(str, translation.changes)):
         print(f"# {line}")
@@ -455,8 +457,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         names = ", ".join("the script's arguments" if name == "1" else name for name in assumed)
         notes.append(f"assumed to be unset: {names}; if not, set them with --set NAME=VALUE")
     translation = with_launcher(replace(translation, notes=tuple(notes)))
-    print_translation(translation)
     problems = problems_of(translation)
+    print_translation(translation, problems)
     for problem in problems:
         print(f"translate_flags: the command line rejects the result: {problem}", file=sys.stderr)
     return 2 if problems else int(translation.effect)

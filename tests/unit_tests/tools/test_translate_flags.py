@@ -314,3 +314,13 @@ def test_commands_in_strings_functions_and_documents_are_translated(
     assert main([str(script)]) == 0
     out = capsys.readouterr().out
     assert all(text in out for text in [*printed, "--num-layers 2", "--lr 0.001"]), out
+
+
+def test_a_rejected_command_is_not_called_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "run.sh"
+    flags = " ".join([*MODEL, *RUN, *DATA])
+    script.write_text(f"N=$(wc -l < list)\ntorchrun pretrain_gpt.py {flags} --seed $N\n")
+    assert main([str(script)]) == 2
+    found = capsys.readouterr()
+    assert found.out.startswith("# [rejected] the command line rejects this command: --seed: '${N}' is not an integer")
+    assert "trains the same" not in found.out
