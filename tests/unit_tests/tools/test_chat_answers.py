@@ -680,7 +680,8 @@ def test_packed_chats_are_separate_also_if_the_end_of_document_ends_each_turn(
     tokens = IndexedDataset(str(prefix))
     data = GPTDataset(tokens, str(prefix), np.arange(len(tokens)), None, Split.train, config)
     seen = 0
-    for sample in data:
+    for number in range(len(data)):
+        sample = data[number]
         borders = sample["cu_seqlens"].tolist()
         for begin, end in zip(borders, borders[1:]):
             piece = sample["tokens"][begin:end].tolist()
