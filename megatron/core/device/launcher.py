@@ -208,7 +208,7 @@ def _contradiction(task: _Task, environment: Environment) -> str | None:
     # A task may start several ranks, as one script per machine does, which then sets both variables.
     if size is not None and (size % task.size or size == 0 or (size != task.size and rank is None)):
         return f"WORLD_SIZE is {size} in the environment, but {started}: {advice}"
-    if size is None and rank != task.rank:
+    if size in (None, task.size) and rank not in (None, task.rank):
         return f"RANK is {rank} in the environment, but this is process {task.rank}, and {started}: {advice}"
     return None
 

@@ -197,6 +197,10 @@ ADDRESS = "MASTER_ADDR=a MASTER_PORT=1 "
             "WORLD_SIZE is 8 in the environment, but srun started 4",
         ),
         (
+            STEP + ADDRESS + "SLURM_NTASKS=4 SLURM_PROCID=1 RANK=0 WORLD_SIZE=4",
+            "RANK is 0 in the environment, but this is process 1, and srun started 4 processes",
+        ),
+        (
             STEP + ADDRESS + "SLURM_NTASKS=4 SLURM_PROCID=1 RANK=0",
             "RANK is 0 .* but this is process 1, and srun started 4",
         ),
