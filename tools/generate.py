@@ -38,7 +38,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parse_options(argv)
     with exit_on_user_error():
         check_options(options)
-        moved = {name: vars(options)[name] for name in TOKENIZER_FILES}
+        moved = {name: vars(options)[name] for name in ("tokenizer_type", *TOKENIZER_FILES)}
         model, tokenizer = load_model(options.load, step=options.ckpt_step, moved=moved)
         prompt, ends = read_prompt(options, tokenizer)
         generator = torch.Generator().manual_seed(options.seed)
@@ -80,6 +80,9 @@ def parse_options(argv: list[str] | None) -> argparse.Namespace:
         "--top-p", type=float, help="sample only from the most likely tokens with this total probability"
     )
     parser.add_argument("--seed", type=int, default=1234, help="random seed of the text (default: 1234)")
+    parser.add_argument(
+        "--tokenizer-type", help="type of the tokenizer, if the checkpoint contains none (default: the checkpoint's)"
+    )
     for name in TOKENIZER_FILES:
         flag = "--" + name.replace("_", "-")
         parser.add_argument(flag, help="new path of this tokenizer file, if it has moved since training")
@@ -123,8 +126,8 @@ def read_prompt(options: argparse.Namespace, tokenizer: BaseTokenizer) -> tuple[
 def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -> tuple[GPTModel, BaseTokenizer]:
     """Returns the checkpoint's model in fp32 and evaluation mode, and its tokenizer.
 
-    moved: new paths of tokenizer files by flag, None for files that did not move. Raises ValueError if there is no
-    checkpoint.
+    moved: new paths of tokenizer files by flag, and the tokenizer's type, None for the checkpoint's. Raises ValueError
+    if there is no checkpoint or no tokenizer.
     """
     found = checkpoint_of_load(Path(folder), step)
     stored = load_run_values(found.path)["args"]
@@ -136,6 +139,11 @@ def load_model(folder: str, *, step: int | None, moved: dict[str, str | None]) -
     for name in TOKENIZER_DESTS:
         # Old checkpoints do not contain newer tokenizer flags.
         vars(args)[name] = moved.get(name) or stored.get(name)
+    if args.tokenizer_type is None:
+        raise ValueError(
+            f"{found.path} contains no tokenizer: give --tokenizer-type and its files, such as --tokenizer-type "
+            "HuggingFaceTokenizer --tokenizer-model FOLDER"
+        )
     args.params_dtype = torch.float32
     tokenizer = build_tokenizer(config_from_args(TokenizerConfig, args))
     # build_tokenizer has checked --vocab-size, which may be larger than the tokenizer's vocabulary.

@@ -1,5 +1,6 @@
 """A transformers model is converted, trained further and converted back; both forms continue a prompt identically."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -110,11 +111,24 @@ def _convert(kind: str, other: str, *, source: Path, target: Path) -> list[str]:
     return ["convert", "--from", kind, "--to", other, "--load", str(source), "--save", str(target)]
 
 
-def _text_here(run: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def test_a_model_without_a_tokenizer_is_given_one(
+    hub: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, run = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(hub, source, ignore=shutil.ignore_patterns("*token*", "vocab*", "merges*"))
+    assert checkpoint_tool(_convert("hf", "megatron", source=source, target=run)) == 0
+    with pytest.raises(SystemExit):
+        _text_here(run, capsys, tokenizer=hub)
+    assert "contains no tokenizer: give --tokenizer-type and its files" in capsys.readouterr().err
+    given = ["--tokenizer-type", "HuggingFaceTokenizer"]
+    assert _text_here(run, capsys, *given, tokenizer=hub) == _text_there(hub)
+
+
+def _text_here(run: Path, capsys: pytest.CaptureFixture[str], *flags: str, tokenizer: Path | None = None) -> str:
     capsys.readouterr()
     generate(
         ["--load", str(run), "--prompt", PROMPT, "--max-new-tokens", str(NEW_TOKENS), "--temperature", "0"]
-        + ["--tokenizer-model", str(run / "hugging_face")]
+        + ["--tokenizer-model", str(tokenizer or run / "hugging_face"), *flags]
     )
     return capsys.readouterr().out.removesuffix("\n")
 
