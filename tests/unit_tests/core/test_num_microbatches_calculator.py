@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 
 from megatron.core import num_microbatches_calculator as calculator
+from megatron.core.datasets.padding import NO_PADDING
 from megatron.core.num_microbatches_calculator import build_batch_schedule, parse_step_schedule, ramp_up
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.run import TrainingRun
@@ -60,7 +61,7 @@ def test_a_run_moves_to_the_batch_size_of_its_next_step():
     run = TrainingRun(**{**parts, "batches": batches, "state": TrainState()})
     sizes = []
     for _ in range(4):
-        run.count_step(updated=True, nan=False)
+        run.count_step(updated=True, nan=False, padding=NO_PADDING)
         sizes.append(calculator.get_current_global_batch_size())
         assert sizes[-1] == run.global_batch_size and calculator.get_num_microbatches() == run.num_microbatches
     assert sizes == [2, 4, 6, 6]
