@@ -64,7 +64,7 @@ _HARMLESS = frozenset(
 )
 # Those that change no file.
 _READERS = frozenset("[ cat chmod du echo false grep head ls printf stat tail test true wc :".split())
-# Commands whose effects are ignored: they change search paths, or only later commands of the same shell.
+# Commands whose effects are ignored: they change search paths, or how the shell runs later commands.
 _ENVIRONMENTS = frozenset(("module", "ml", "conda", "mamba", "spack", "alias", "hash", "shopt", "trap", "set"))
 _SHELLS = frozenset(("bash", "sh", "dash", "zsh"))
 # Programs that do not pass on the environment.

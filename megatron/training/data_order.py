@@ -147,7 +147,7 @@ def _difference(sets: Sequence[SplitOrder], others: Sequence[SplitOrder]) -> str
 
 
 def _short(value: Any, other: Any) -> str:
-    """Returns a value as text, of a list only the items that `other` does not contain."""
+    """Returns a value as text. Of a list, only the items that `other` does not contain."""
     if isinstance(value, list) and isinstance(other, list):
         value = [one for one in value if one not in other]
     return f"{value}"[:_MOST_CHARACTERS]

@@ -160,9 +160,9 @@ def _require_count(name: str, value: Any, *, least: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SplitSize:
-    """What a run reads of a split.
+    """Number of samples that a run reads from a split, with the order to continue.
 
-    size: number of samples of the dataset from the start of the run; None means one epoch. planned: number of samples
+    size: samples of the dataset, counted from the start of the run; None means one epoch. planned: number of samples
     that fixes the order of a new run. consumed: samples that the run has read. stored: the checkpoint's orders.
     """
 

@@ -12,7 +12,7 @@ from megatron.training.command_line.flags import FlagState, flag_table
 
 
 class OnLoad(enum.Enum):
-    """What happens to an argument when a checkpoint is loaded. Values are the words of docs/flags.md."""
+    """Rule that decides an argument's value when a checkpoint is loaded. docs/flags.md shows these values."""
 
     # Without --use-checkpoint-args, a difference is an error.
     WEIGHTS = "weights"
