@@ -12,8 +12,8 @@ constructor, a method, a property, a dataclass field, or a class without a signa
 (default_factory, or an expression that is not a literal), only have to exist.
 
 Names of unsupported features (inference, FP8 ...) are not counted in the percentages, even if they are defined here
-only to reject them. A configuration field states the reason itself (unsupported_field in
-megatron/core/config_field.py). megatron_api_unsupported.yaml states it for all other names.
+only to reject them. megatron/core/absent_features.json lists them with the reason. A configuration accepts its fields
+without having them.
 """
 
 import argparse
@@ -22,19 +22,19 @@ import enum
 import importlib
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
-import yaml
+
+from megatron.core.absent_features import AbsentField, AbsentState, absent_features
+from megatron.core.config_field import MegatronConfig, absent_fields, field_spec
 
 HERE = Path(__file__).parent
 NAMES_FILE = HERE / "megatron_api.txt"
-UNSUPPORTED_FILE = HERE / "megatron_api_unsupported.yaml"
 
 NO_DEFAULT = object()
 UNKNOWN = object()  # a default that is not a literal in megatron_api.txt matches any default
@@ -92,14 +92,6 @@ class Comparison:
     why: str = ""
     unsupported: str = ""
     no_effect: str = ""
-
-
-@dataclass(frozen=True)
-class Unsupported:
-    """An unsupported feature with the patterns of the names that exist only for it."""
-
-    why: str
-    names: tuple[str, ...]
 
 
 def read_names(text: str) -> list[PublicName]:
@@ -202,13 +194,6 @@ def load_names() -> tuple[PublicName, ...]:
     return tuple(read_names(NAMES_FILE.read_text(encoding="utf-8")))
 
 
-@cache
-def load_unsupported() -> tuple[Unsupported, ...]:
-    """Reads megatron_api_unsupported.yaml once per process."""
-    rows = yaml.safe_load(UNSUPPORTED_FILE.read_text(encoding="utf-8"))
-    return tuple(Unsupported(row["why"], tuple(row["names"])) for row in rows)
-
-
 def compare_all(names: Sequence[PublicName] | None = None) -> list[Comparison]:
     """Compares names, by default all of megatron_api.txt."""
     return [compare(name) for name in (load_names() if names is None else names)]
@@ -223,10 +208,12 @@ def compare(name: PublicName) -> Comparison:
     if differences is None:
         return Comparison(name, Verdict.MISSING, "does not exist here", _why_unsupported(name))
     verdict, why = (Verdict.THIN, "; ".join(differences)) if differences else (Verdict.SAME, "")
-    metadata = config_metadata(name)
-    if metadata is None:
-        return Comparison(name, verdict, why, _why_unsupported(name))
-    return Comparison(name, verdict, why, metadata.get("unsupported", ""), metadata.get("no_effect", ""))
+    absent = absent_field(name)
+    if absent is not None and absent.state is AbsentState.NO_EFFECT:
+        return Comparison(name, verdict, why, no_effect=absent.advice)
+    if absent is not None:
+        return Comparison(name, verdict, why, absent.advice)
+    return Comparison(name, verdict, why, "" if is_described_field(name) else _why_unsupported(name))
 
 
 def _owner(name: PublicName) -> object | None:
@@ -241,20 +228,23 @@ def _owner(name: PublicName) -> object | None:
     return getattr(module, name.owner, None) if name.owner else module
 
 
-def config_metadata(name: PublicName) -> Mapping[str, Any] | None:
-    """Returns the metadata of a configuration field of this project (config_field.py), or None for other names."""
+def absent_field(name: PublicName) -> AbsentField | None:
+    """Returns a field that a configuration of this project accepts without having it, or None for other names."""
+    owner = _owner(name) if name.kind == "field" else None
+    is_config = inspect.isclass(owner) and issubclass(owner, MegatronConfig)
+    return absent_fields(owner).get(name.name) if is_config else None
+
+
+def is_described_field(name: PublicName) -> bool:
+    """Returns whether a name is a field of a configuration of this project, declared by config_field."""
     owner = _owner(name) if name.kind == "field" else None
     if not (inspect.isclass(owner) and is_dataclass(owner)):
-        return None
-    ours = next((field for field in fields(owner) if field.name == name.name), None)
-    return None if ours is None else ours.metadata or None
+        return False
+    return any(field.name == name.name and field_spec(field) is not None for field in fields(owner))
 
 
 def _why_unsupported(name: PublicName) -> str:
-    for entry in load_unsupported():
-        if any(fnmatchcase(name.path, pattern) for pattern in entry.names):
-            return entry.why
-    return ""
+    return next((row.advice for row in absent_features().names if fnmatchcase(name.path, row.pattern)), "")
 
 
 def _member_differences(name: PublicName, owner: object) -> list[str] | None:
@@ -276,6 +266,9 @@ def _field_differences(name: PublicName, owner: object) -> list[str] | None:
         annotations = inspect.get_annotations(owner) if inspect.isclass(owner) else {}
         return [] if name.name in annotations else None
     ours = next((field for field in fields(owner) if field.name == name.name), None)
+    absent = absent_field(name)
+    if absent is not None:
+        return _default_differences(name.parameters[0], UNKNOWN if absent.default == [] else absent.default)
     if ours is None:
         return [] if name.name in vars(owner) else None
     default = UNKNOWN if ours.default_factory is not MISSING else ours.default

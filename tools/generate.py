@@ -30,7 +30,7 @@ from megatron.training.gpt_builder import build_gpt
 from megatron.version_flag import PrintVersions
 
 TOKENIZER_FILES = ("tokenizer_model", "vocab_file", "merge_file")
-TOKENIZER_DESTS = tuple(flag.dest for flag in flags_of_class(TokenizerConfig, {}))
+TOKENIZER_DESTS = tuple(flag.dest for flag in flags_of_class(TokenizerConfig))
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -15,20 +15,20 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
-from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import yaml
 
 if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.core.absent_features import absent_features
 from megatron.tools.bash_reader import Launch, ScriptError, ShellWord
 from megatron.tools.launch_scripts import Script, read_script
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.flags import Flag, FlagState, flag_table, refusal
-from megatron.training.command_line.refusals import HARMLESS
 from megatron.training.command_line.values import value_of_word
 from megatron.version_flag import PrintVersions
 
@@ -90,7 +90,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Rule:
-    """A row of translations.yaml, which explains its fields."""
+    """A row of translations.yaml, which explains its fields, or of an absent flag (absent_features.json)."""
 
     flags: tuple[str, ...]
     becomes: tuple[str, ...]
@@ -102,7 +102,7 @@ class Rule:
 
     def matches(self, setting: Setting, command: Mapping[str, Setting]) -> bool:
         """Returns whether the rule applies to a setting. command: all settings of the command by flag."""
-        if not any(fnmatchcase(setting.flag, pattern) for pattern in self.flags):
+        if setting.flag not in self.flags:
             return False
         if self.values is not None and re.fullmatch(self.values, setting.text) is None:
             return False
@@ -141,19 +141,21 @@ class Translation:
 
 @cache
 def load_rules() -> tuple[Rule, ...]:
-    """Reads translations.yaml once per process."""
+    """Returns the rules of translations.yaml and of all absent flags. Reads them once per process."""
     rows = yaml.safe_load(RULES_FILE.read_text(encoding="utf-8"))
-    return tuple(
-        Rule(
-            tuple(row["flags"]),
-            tuple(row["becomes"]),
-            Effect[row["effect"].upper()],
-            row["why"],
-            row.get("values"),
-            row.get("given", {}),
-            tuple(row.get("without", ())),
-        )
-        for row in rows
+    of_absent = [(flag.flags[:1], row) for flag in absent_features().flags for row in flag.in_scripts]
+    return tuple(_rule(flags, row) for flags, row in [*((row["flags"], row) for row in rows), *of_absent])
+
+
+def _rule(flags: Sequence[str], row: Mapping[str, Any]) -> Rule:
+    return Rule(
+        tuple(flags),
+        tuple(row["becomes"]),
+        Effect[row["effect"].upper()],
+        row["why"],
+        row.get("values"),
+        row.get("given", {}),
+        tuple(row.get("without", ())),
     )
 
 
@@ -232,8 +234,8 @@ def _plus_one(setting: Setting) -> str:
 
 def _change_by_state(setting: Setting, flag: Flag) -> Change | None:
     if flag.state is FlagState.NO_EFFECT:
-        harmless = HARMLESS[flag.flags[0]]
-        return Change(setting, (), Effect.SPEED if harmless.changes_speed else Effect.SAME, f"it {harmless.reason}")
+        changes_speed = flag.absent is not None and flag.absent.changes_speed
+        return Change(setting, (), Effect.SPEED if changes_speed else Effect.SAME, f"it {refusal(flag)}")
     if flag.state is FlagState.WORKS:
         return _refused_value(setting, flag)
     if _has_default(setting, flag):

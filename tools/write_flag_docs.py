@@ -9,7 +9,6 @@ from pathlib import Path
 
 from megatron.training.command_line.checkpoint_rules import on_load_rules
 from megatron.training.command_line.flags import Flag, FlagState, FlagTable, flag_table, refusal
-from megatron.training.command_line.refusals import HARMLESS
 from megatron.training.command_line.values import choice_names, text_of_value
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,17 +63,16 @@ def flags_page(table: FlagTable) -> str:
 
 
 def surface(table: FlagTable) -> str:
-    """Returns one line per flag, sorted: name, type, default, tier and state. Guards against accidental changes."""
+    """Returns one line per flag, sorted: name, type, default and state. Guards against accidental changes."""
     return "".join(sorted(_surface_line(flag) for flag in table.flags))
 
 
 def _surface_line(flag: Flag) -> str:
-    tier = "-" if flag.known is None else flag.known.tier
     kind = flag.type_name if flag.nargs is None else f"{flag.type_name}[{flag.nargs}]"
     choices = ",".join(choice_names(flag)) if flag.state is FlagState.WORKS else ""
     values = f"{kind} {{{choices}}}" if choices else kind
     names = " ".join(flag.flags)
-    return f"{names} | {values} | {text_of_value(flag.default)!r} | tier {tier} | {flag.state.value}\n"
+    return f"{names} | {values} | {text_of_value(flag.default)!r} | {flag.state.value}\n"
 
 
 def _working_row(flag: Flag) -> str:
@@ -116,7 +114,7 @@ def _no_effect_section(table: FlagTable) -> list[str]:
     lines += ["They cannot change any result of a run. One notice names the flags that were given. Each flag", ""]
     by_reason: dict[str, list[Flag]] = defaultdict(list)
     for flag in table.in_state(FlagState.NO_EFFECT):
-        by_reason[HARMLESS[flag.flags[0]].reason].append(flag)
+        by_reason[refusal(flag)].append(flag)
     lines += [f"- {reason}: {_names(flags)}" for reason, flags in by_reason.items()]
     return [*lines, ""]
 

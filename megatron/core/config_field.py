@@ -1,9 +1,10 @@
 """Fields of configuration dataclasses: help text, command-line flag and constraints in one place.
 
 The command line is parsed elsewhere: megatron/training/command_line/flags.py generates flags and help from these
-fields.
+fields. absent_features.json lists Megatron-LM's fields for features that are not here.
 """
 
+import abc
 import dataclasses
 import enum
 import functools
@@ -11,7 +12,9 @@ import math
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.absent_features import AbsentField, AbsentState, absent_features
 
 
 class _Unset(enum.Enum):
@@ -26,6 +29,7 @@ class FieldSpec:
 
     flags: option strings; None derives `--field-name`, an empty tuple keeps the field off the command line. dest:
     attribute name in the parsed arguments, if it differs from the field name (`num_experts` for `num_moe_experts`).
+    opposite: option strings of another flag, which stores the default of a boolean field.
     parse: converts one command-line word to a value; None uses the annotation. cli_default: default of the flag, if it
     differs from the field's default. named: maps the names on the command line and in `choices` to values; the field
     accepts both and stores the value.
@@ -34,6 +38,7 @@ class FieldSpec:
     help: str
     flags: tuple[str, ...] | None = None
     dest: str | None = None
+    opposite: tuple[str, ...] = ()
     choices: tuple[Any, ...] | None = None
     at_least: float | None = None
     more_than: float | None = None
@@ -52,7 +57,7 @@ class FieldSpec:
 def config_field(default: Any = dataclasses.MISSING, *, help: str, **spec: Any) -> Any:
     """Returns a dataclass field with a FieldSpec. Keywords are the fields of FieldSpec, or `default_factory`."""
     factory = spec.pop("default_factory", dataclasses.MISSING)
-    for key in ("flags", "choices"):
+    for key in ("flags", "opposite", "choices"):
         if spec.get(key) is not None:
             spec[key] = tuple(spec[key])
     metadata = {"spec": FieldSpec(help=help, **spec)}
@@ -61,33 +66,16 @@ def config_field(default: Any = dataclasses.MISSING, *, help: str, **spec: Any) 
     return dataclasses.field(default=default, metadata=metadata)
 
 
-def unsupported_field(default: Any = dataclasses.MISSING, *, why: str, **keywords: Any) -> Any:
-    """Declares a Megatron field for an unsupported feature. validate_fields accepts only its default.
-
-    The field has no flag. why: a sentence without a final period that names the missing feature and, if possible, the
-    alternative. keywords: `default_factory`, as in dataclasses.field.
-    """
-    return dataclasses.field(default=default, metadata={"unsupported": why}, **keywords)
-
-
-def no_effect_field(default: Any, *, why: str) -> Any:
-    """Declares a Megatron field that has no effect here. validate_fields accepts all values of its type.
-
-    The field has no flag. why: the reason why results do not depend on the field.
-    """
-    return dataclasses.field(default=default, metadata={"no_effect": why})
-
-
 def field_spec(field: "dataclasses.Field[Any]") -> FieldSpec | None:
     """Returns the FieldSpec of a dataclass field; None for a field that was declared without config_field."""
     return field.metadata.get("spec")
 
 
 def validate_fields(config: Any) -> None:
-    """Checks every field of a dataclass instance against its FieldSpec and annotation.
+    """Checks every field of a dataclass instance against its FieldSpec and annotation, and the absent_values.
 
-    Unsupported fields must equal their defaults. After the checks, names (FieldSpec.named) are replaced by their
-    values, and a list or tuple is converted to the other type if the annotation allows only that one.
+    Absent fields must equal their defaults, unless they have no effect. After the checks, names (FieldSpec.named) are
+    replaced by their values, and a list or tuple is converted to the other type if the annotation allows only that one.
 
     Raises ValueError with one line per invalid field, naming class, field, value and valid values.
     """
@@ -104,6 +92,10 @@ def validate_fields(config: Any) -> None:
             vars(config)[field.name] = spec.named[value]
         elif spec is not None and isinstance(value, (list, tuple)):
             vars(config)[field.name] = _as_annotated(value, hints[field.name])
+    if isinstance(config, MegatronConfig):
+        absent = absent_fields(type(config))
+        given = config.absent_values.items()
+        config.absent_values = {name: value for name, value in given if value != absent[name].default}
 
 
 def _as_annotated(value: list[Any] | tuple[Any, ...], hint: Any) -> Any:
@@ -121,17 +113,12 @@ def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, st
     """Checks `values` against the fields of a dataclass. Returns an error message for each invalid field, by name."""
     hints = type_hints(config_class)
     problems = {}
+    for name, value in values.get("absent_values", {}).items():
+        problem = _absent_problem(absent_fields(config_class)[name], value)
+        if problem is not None:
+            problems[name] = f"{config_class.__name__}.{name} is {value!r}: {problem}"
     for field in dataclasses.fields(config_class):
         spec = field_spec(field)
-        if field.name in values and "unsupported" in field.metadata and not _has_default(field, values[field.name]):
-            problems[field.name] = _unsupported_problem(config_class, field, values[field.name])
-        if (
-            field.name in values
-            and "no_effect" in field.metadata
-            and not _matches(values[field.name], hints[field.name])
-        ):
-            where, wanted = f"{config_class.__name__}.{field.name}", _describe(hints[field.name])
-            problems[field.name] = f"{where} is {values[field.name]!r}: must be {wanted}"
         if spec is None or field.name not in values:
             continue
         try:
@@ -141,24 +128,71 @@ def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, st
     return problems
 
 
-def _has_default(field: "dataclasses.Field[Any]", value: Any) -> bool:
-    return bool(value == _default_of(field))
+def _absent_problem(field: AbsentField, value: Any) -> str | None:
+    if field.state is AbsentState.NO_EFFECT:
+        return None if _matches(value, field.hint) else f"must be {_describe(field.hint)}"
+    return None if value == field.default else f"{field.advice}; keep the default {field.default!r}"
 
 
-def _default_of(field: "dataclasses.Field[Any]") -> Any:
-    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+@functools.cache
+def absent_fields(config_class: Any) -> Mapping[str, AbsentField]:
+    """Returns Megatron-LM's fields that a configuration class accepts without having them, by name."""
+    names = {base.__name__ for base in config_class.__mro__}
+    # A subclass may declare such a field, which is then its own.
+    own = {field.name for field in dataclasses.fields(config_class)}
+    rows = (row for row in absent_features().fields if row.config in names and row.name not in own)
+    return types.MappingProxyType({row.name: row for row in rows})
 
 
-def _unsupported_problem(config_class: Any, field: "dataclasses.Field[Any]", value: Any) -> str:
-    where, default = f"{config_class.__name__}.{field.name}", _default_of(field)
-    return f"{where} is {value!r}: {field.metadata['unsupported']}; keep the default {default!r}"
+class _TakesAbsentFields(abc.ABCMeta):
+    """Metaclass whose classes' generated constructors accept absent fields. Users may combine it with their ABCs."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        # @dataclass sets the constructor that it generates, and generates another one for each decorated subclass.
+        super().__setattr__(name, _taking_absent_fields(value) if name == "__init__" else value)
+
+
+def _taking_absent_fields(init: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(init)
+    def __init__(self: Any, *args: Any, **given: Any) -> None:
+        absent = absent_fields(type(self))
+        values = {name: given.pop(name) for name in list(given) if name in absent}
+        if values:
+            given["absent_values"] = {**given.get("absent_values", {}), **values}
+        init(self, *args, **given)
+
+    return __init__
+
+
+@dataclasses.dataclass(kw_only=True)
+class MegatronConfig(metaclass=_TakesAbsentFields):
+    """Base of configurations whose names are Megatron-LM's: accepts Megatron-LM's other fields as keywords.
+
+    validate_fields refuses values other than the default, unless the field has no effect. absent_values: the accepted
+    values that are not defaults. Reading an absent field returns its value or its default.
+    """
+
+    absent_values: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    # Hidden from type checkers, which would accept every name.
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:
+            """Returns the value of an absent field. Python calls this only for attributes that do not exist."""
+            if name not in absent_fields(type(self)):
+                message = f"{type(self).__name__!r} object has no attribute {name!r}"
+                raise AttributeError(message, name=name, obj=self)
+            # Not self.absent_values, which does not exist yet while an object is copied or unpickled.
+            given = vars(self).get("absent_values", {})
+            return given[name] if name in given else absent_fields(type(self))[name].default
 
 
 def require_defaults(call: str, why: str, /, **arguments: tuple[Any, Any]) -> None:
     """Raises ValueError if Megatron arguments for unsupported features differ from their defaults.
 
-    call: name of the function or class. why: as in unsupported_field. arguments: (value, default) of each argument, by
-    name. The error lists every argument that differs.
+    call: name of the function or class. why: a sentence without a final period that names the missing feature and, if
+    possible, the alternative. arguments: (value, default) of each argument, by name. The error lists every argument
+    that differs.
     """
     wrong = {name: pair for name, pair in arguments.items() if pair[0] is not pair[1] and pair[0] != pair[1]}
     if wrong:

@@ -12,12 +12,7 @@ from typing import ClassVar
 
 import torch
 
-from megatron.core.absent_config import (
-    AbsentComputeFields,
-    AbsentParallelFields,
-    AbsentTransformerEngineOverlapFields,
-)
-from megatron.core.config_field import config_field, validate_fields
+from megatron.core.config_field import MegatronConfig, config_field, validate_fields
 from megatron.core.parallel_state import check_hierarchy
 from megatron.core.timers import Timers
 
@@ -199,14 +194,7 @@ class LayerOffloadConfig:
 
 
 @dataclass(kw_only=True)
-class ModelParallelConfig(
-    ParallelLayoutConfig,
-    PipelineConfig,
-    LayerOffloadConfig,
-    AbsentParallelFields,
-    AbsentTransformerEngineOverlapFields,
-    AbsentComputeFields,
-):
+class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig, LayerOffloadConfig, MegatronConfig):
     """Precision and schedule callables of a model, with its parallel layout; `TransformerConfig` inherits the fields.
 
     The training loop sets the callables. `grad_scale_func` scales the loss before backward, and the auxiliary losses of

@@ -32,8 +32,8 @@ LAYERS = (
     Layer(
         1,
         "base",
-        r"megatron\.core\.(activations|config_field|dense_memory|device(\..+)?|files|graphs(\..+)?"
-        r"|jit|logical_tensors|num_microbatches_calculator|packed_seq_params|rerun_state_machine|timers)",
+        r"megatron\.core\.(absent_features|activations|config_field|dense_memory|device(\..+)?|files"
+        r"|graphs(\..+)?|jit|logical_tensors|num_microbatches_calculator|packed_seq_params|rerun_state_machine|timers)",
     ),
     Layer(1, "base", r"megatron\.(version_flag|core\.package_info)"),
     Layer(1, "base", r"megatron\.core\.datasets\.utils"),  # values of --split and --data-path

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
 from typing import Protocol
 
-from megatron.core.config_field import config_field, no_effect_field, unsupported_field, validate_fields
+from megatron.core.config_field import MegatronConfig, config_field, validate_fields
 from megatron.core.datasets.utils import DEFAULT_SPLIT, Blend, Split, parse_split
 
 # The sample order of a blend stores dataset numbers as int16, as Megatron does.
@@ -27,7 +27,7 @@ class Vocabulary(Protocol):
 
 
 @dataclass(kw_only=True)
-class BlendedMegatronDatasetConfig:
+class BlendedMegatronDatasetConfig(MegatronConfig):
     """Datasets to blend, and options of their samples, with Megatron's field names.
 
     Two fields are derived from others. split_matrix: (begin, end) of train, valid and test as fractions of the
@@ -56,12 +56,6 @@ class BlendedMegatronDatasetConfig:
     num_dataset_builder_threads: int = config_field(1, help="No effect, because building takes seconds.", at_least=1)
     mock: bool = field(init=False, default=False)
     tokenizer: Vocabulary | None = config_field(None, help="Provides the vocabulary against which tokens are checked.")
-    mid_level_dataset_surplus: float = no_effect_field(
-        0.005, why="the number of samples that a blend reads from each dataset is computed exactly, without a surplus"
-    )
-    allow_ambiguous_pad_tokens: bool | None = unsupported_field(
-        False, why="padding is what the data's padding masks mark, never an id"
-    )
     fast_cache_load: bool = config_field(
         False, help="Use cached indices with matching inputs and sizes without reading them to verify checksums."
     )

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from megatron.core.config_field import config_field, unsupported_field
+from megatron.core.config_field import config_field
 from megatron.core.datasets.blended_megatron_dataset_config import BlendedMegatronDatasetConfig, Vocabulary
 from megatron.core.datasets.document_borders import (
     cumulative_lengths,
@@ -24,7 +24,6 @@ from megatron.core.datasets.document_borders import (
 from megatron.core.datasets.gpt_indices import GPTIndices, build_gpt_indices, check_gpt_indices, plan_epochs
 from megatron.core.datasets.index_cache import IndexCache
 from megatron.core.datasets.indexed_dataset import (
-    WITHOUT_INDEX,
     DataError,
     IndexedDataset,
     check_loss_mask,
@@ -53,9 +52,6 @@ MOCK_MEAN_LENGTH = 512
 MOCK_STRIDES = (1, 2, 3, 5)
 
 
-_MOCK = "synthetic documents have a fixed length distribution; see MockGPTLowLevelDataset"
-
-
 class TokenSequences(Protocol):
     """Interface of the data source of a GPTDataset, such as an IndexedDataset."""
 
@@ -80,29 +76,10 @@ class GPTDatasetConfig(BlendedMegatronDatasetConfig):
         True,
         help="Add S x S masks to samples. If False, add document borders with reset_attention_mask, otherwise nothing.",
     )
-    drop_last_partial_validation_sequence: bool = unsupported_field(
-        True, why="the tokens after the last whole sample are never read"
-    )
-    add_extra_token_to_sequence: bool = unsupported_field(
-        True, why="a sample of S inputs and S targets requires S + 1 tokens"
-    )
-    object_storage_cache_path: str | None = unsupported_field(
-        None, why="object stores are not supported; mount the store and pass a path"
-    )
     # No effect, because a sample is the same for every layout, and is split over ranks after it is read.
     data_parallel_size: int = 1
     sequence_parallel_size: int = 0
     context_parallel_size: int | None = None
-    hybrid_context_parallel: bool = unsupported_field(
-        False, why="all samples of a run are split over the same number of context-parallel ranks"
-    )
-    sequences_per_dataset: dict[str, int] | None = unsupported_field(None, why=WITHOUT_INDEX)
-    inter_document_masking: bool = unsupported_field(
-        False, why="set reset_attention_mask and create_attention_mask=False for document borders"
-    )
-    sft_mock_dataset_config_json: str | None = unsupported_field(None, why=_MOCK)
-    varlen_mock_dataset_config_json: str | None = unsupported_field(None, why=_MOCK)
-    varlen_sbhd_validation: bool = unsupported_field(False, why="all samples of a run have sequence_length tokens")
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,7 @@ from megatron.core.datasets.index_file import (
 )
 
 # Reasons why Megatron's arguments that skip reading the .idx file are rejected.
-WITHOUT_INDEX = "the .idx file is always read, which takes milliseconds"
+_WITHOUT_INDEX = "the .idx file is always read, which takes milliseconds"
 
 _ON_DISK = "object stores are not supported; mount the store and pass a path"
 
@@ -85,7 +85,7 @@ class IndexedDataset(Dataset[Any]):
         require_defaults("IndexedDataset", _ON_DISK, object_storage_config=(object_storage_config, None))
         require_defaults(
             "IndexedDataset",
-            WITHOUT_INDEX,
+            _WITHOUT_INDEX,
             fast_cache_load=(fast_cache_load, False),
             sequences_per_dataset=(sequences_per_dataset, None),
             dtype_code=(dtype_code, None),

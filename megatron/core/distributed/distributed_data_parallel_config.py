@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from megatron.core.absent_config import AbsentDataParallelFields
-from megatron.core.config_field import config_field, run_checks, validate_fields
+from megatron.core.config_field import MegatronConfig, config_field, run_checks, validate_fields
 
 
 @dataclass(kw_only=True)
-class DistributedDataParallelConfig(AbsentDataParallelFields):
+class DistributedDataParallelConfig(MegatronConfig):
     """Settings of DistributedDataParallel, and of the buffers that a distributed optimizer shards.
 
     The validate methods raise ValueError, naming fields and values. Gradients have a *bucket lifetime* if their memory

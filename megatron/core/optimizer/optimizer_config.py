@@ -14,8 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from megatron.core.absent_config import AbsentOptimizerFields
-from megatron.core.config_field import config_field, run_checks, validate_fields
+from megatron.core.config_field import MegatronConfig, config_field, run_checks, validate_fields
 from megatron.core.timers import Timers
 
 # Dtypes by their command-line names. fp8 is stored as bytes, as in Megatron, and is rejected.
@@ -300,7 +299,7 @@ class InBackwardConfig:
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBackwardConfig, AbsentOptimizerFields):
+class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBackwardConfig, MegatronConfig):
     """Settings of the optimizer that get_megatron_optimizer builds."""
 
     cli_group: ClassVar[str] = "optimizer"

@@ -13,8 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
-from megatron.core.absent_config import AbsentTransformerFields
-from megatron.core.config_field import config_field, run_checks, unsupported_field, validate_fields
+from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.model_parallel_config import (
     InitMethod,
     ModelParallelConfig,
@@ -78,7 +77,6 @@ class TransformerConfig(
     RecomputeConfig,
     OffloadConfig,
     CudaGraphConfig,
-    AbsentTransformerFields,
 ):
     """Configuration of a transformer block.
 
@@ -255,10 +253,6 @@ class MLATransformerConfig(TransformerConfig):
     original_max_position_embeddings: int | None = _other_default("original_max_position_embeddings", 4096)
     beta_fast: float | None = _other_default("beta_fast", 32.0)
     beta_slow: float | None = _other_default("beta_slow", 1.0)
-    rotary_base: float = unsupported_field(10000, why="rotary_base is an argument of GPTModel")
-    rotary_percent: float = unsupported_field(1.0, why="rotary_percent is an argument of GPTModel")
-    cache_mla_latents: bool = unsupported_field(False, why="inference serving is not part of this framework")
-    mla_down_proj_fusion: bool = unsupported_field(False, why="the two down projections are separate weights here")
     rotary_scaling_factor: float = _other_default("rotary_scaling_factor", 40.0)
 
 

@@ -59,6 +59,7 @@ class YarnConfig:
     yarn_correction_range_round_to_int: bool = config_field(
         True,
         flags=("--no-yarn-correction-range-round-to-int",),
+        opposite=("--yarn-correction-range-round-to-int",),
         help="With yarn: do not round the bounds of the interpolated range of channels to integers.",
     )
 

@@ -86,8 +86,6 @@ def _field_values(config_class: Any, args: argparse.Namespace) -> dict[str, Any]
     values = {}
     for field in dataclasses.fields(config_class):
         spec, dest = field_spec(field), field_dest(field)
-        if field.metadata.keys() & {"unsupported", "no_effect"}:
-            continue  # the command line has already checked a flag of that name
         on_command_line = spec is not None and spec.flags != ()
         # None for a field without a flag means that it was not set, so the class default applies.
         if field.init and (on_command_line or vars(args).get(dest) is not None):

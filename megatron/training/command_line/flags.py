@@ -1,21 +1,19 @@
-"""Builds the table of all flags: working flags of configuration fields, and the remaining flags of known_flags.json.
+"""Builds the table of all flags: working flags of configuration fields, and Megatron-LM's other flags.
 
-parser.py parses flags. refusals.py lists the advice for unsupported flags.
+parser.py parses flags. megatron/core/absent_features.json lists the other flags, with advice.
 """
 
 import dataclasses
 import enum
 import functools
 import inspect
-import json
-import re
 import types
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+from megatron.core.absent_features import AbsentFlag, absent_features
 from megatron.core.config_field import FieldSpec, field_spec, type_hints
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -25,7 +23,6 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamSchedulerConfig
 from megatron.core.tokenizers.build import TokenizerConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.command_line.refusals import GROUP_REFUSALS, HARMLESS, MISSING, NO_EFFECT_HINTS, REFUSALS
 from megatron.training.config import (
     BatchScheduleConfig,
     CheckpointConfig,
@@ -41,50 +38,6 @@ from megatron.training.config import (
     TrainingConfig,
     VirtualStagesConfig,
 )
-
-KNOWN_FLAGS_FILE = Path(__file__).with_name("known_flags.json")
-
-
-@dataclass(frozen=True, kw_only=True)
-class KnownFlag:
-    """A row of known_flags.json, which lists the flags of Megatron-LM.
-
-    tier: 1 works, 2 is accepted without effect, 3 is rejected. owner: short name of the work item that implements a
-    tier-1 flag. action: `store`, `store_true`, `store_false` or `boolean_optional`, as in argparse.
-    """
-
-    flags: tuple[str, ...]
-    dest: str
-    tier: int
-    group: str
-    owner: str | None = None
-    action: str = "store"
-    type: str = "str"
-    default: Any = None
-    choices: tuple[Any, ...] | None = None
-    nargs: str | int | None = None
-
-
-@dataclass(frozen=True)
-class KnownFlags:
-    """The rows of known_flags.json, in file order."""
-
-    flags: tuple[KnownFlag, ...]
-
-
-@functools.cache
-def load_known_flags() -> KnownFlags:
-    """Reads known_flags.json once per process."""
-    # ASCII, because other characters in the name of a flag would be hard to type.
-    content = json.loads(KNOWN_FLAGS_FILE.read_text(encoding="ascii"))
-    return KnownFlags(tuple(known_flag(row) for row in content["flags"]))
-
-
-def known_flag(row: dict[str, Any]) -> KnownFlag:
-    """Converts a JSON row to a KnownFlag."""
-    # JSON has no tuples, but rows are compared and hashed.
-    lists = {key: tuple(row[key]) for key in ("flags", "choices") if row.get(key) is not None}
-    return KnownFlag(**{**row, **lists})
 
 
 class FlagState(enum.Enum):
@@ -107,7 +60,8 @@ class Flag:
 
     constant: value stored by a flag without an argument, else None. parse: converts one word to a value. unwraps:
     whether a list of one value becomes that value. choices: allowed values after parsing. field: qualified name of the
-    configuration field of a working flag. known: row of the flag in known_flags.json, or None.
+    configuration field of a working flag. opposite: option strings of the flag that stores the field's default. absent:
+    row of a flag that does not work, in absent_features.json.
     """
 
     flags: tuple[str, ...]
@@ -123,7 +77,8 @@ class Flag:
     choices: tuple[Any, ...] | None = None
     help: str = ""
     field: str | None = None
-    known: KnownFlag | None = None
+    opposite: tuple[str, ...] = ()
+    absent: AbsentFlag | None = None
 
     @property
     def takes_list(self) -> bool:
@@ -155,39 +110,29 @@ class FlagTable:
         return groups
 
 
-def build_flag_table(config_classes: Iterable[type], known: KnownFlags) -> FlagTable:
-    """Builds the table from the fields of `config_classes` and the known flags.
-
-    A known flag works if a field defines a flag with one of its spellings.
-    """
-    known_by_word = {word: row for row in known.flags for word in row.flags}
+def build_flag_table(config_classes: Iterable[type], absent: Iterable[AbsentFlag]) -> FlagTable:
+    """Builds the table from the fields of `config_classes` and the absent flags."""
     working: dict[str, Flag] = {}
     for config_class in config_classes:
-        for flag in flags_of_class(config_class, known_by_word):
+        for flag in flags_of_class(config_class):
             if flag.dest in working:
                 raise ValueError(f"{flag.field} and {working[flag.dest].field} both define {flag.flags[0]}")
             working[flag.dest] = flag
-    # A script may use any spelling, so one shared spelling is sufficient.
-    taken = {word for flag in working.values() for word in flag.flags}
-    rest = [row for row in known.flags if not taken & set(row.flags)]
-    opposites = [_opposite(working[row.dest], row) for row in rest if _is_opposite(working.get(row.dest), row)]
-    others = [_flag_of_known(row) for row in rest if not _is_opposite(working.get(row.dest), row)]
-    return FlagTable((*working.values(), *opposites, *others))
+    opposites = [_opposite(flag) for flag in working.values() if flag.opposite]
+    return FlagTable((*working.values(), *opposites, *map(_flag_of_absent, absent)))
 
 
-def _is_opposite(flag: Flag | None, row: KnownFlag) -> bool:
-    """Returns whether a known flag sets the field of a working flag to the opposite value, which is its default."""
-    return flag is not None and _CONSTANTS.get(row.action) is (not flag.constant)
-
-
-def _opposite(flag: Flag, row: KnownFlag) -> Flag:
-    word = flag.flags[0]
+def _opposite(flag: Flag) -> Flag:
     return dataclasses.replace(
-        flag, flags=row.flags, constant=not flag.constant, known=row, help=f"Opposite of {word}, and the default."
+        flag,
+        flags=flag.opposite,
+        constant=not flag.constant,
+        opposite=(),
+        help=f"Opposite of {flag.flags[0]}, and the default.",
     )
 
 
-def flags_of_class(config_class: type, known_by_word: dict[str, KnownFlag]) -> list[Flag]:
+def flags_of_class(config_class: type) -> list[Flag]:
     """Returns the flags of a configuration class: flags of its own fields first, then of inherited fields."""
     hints = type_hints(config_class)
     flags: list[tuple[int, Flag]] = []
@@ -196,8 +141,7 @@ def flags_of_class(config_class: type, known_by_word: dict[str, KnownFlag]) -> l
         if spec is not None and spec.flags != ():
             owner = _defining_class(config_class, field.name)
             flag = _flag_of_field(owner, field, hint=hints[field.name])
-            known = next((known_by_word[word] for word in flag.flags if word in known_by_word), None)
-            flags.append((config_class.__mro__.index(owner), dataclasses.replace(flag, known=known)))
+            flags.append((config_class.__mro__.index(owner), flag))
     # Own fields first, because readers of --help look for num-layers before MoE flags.
     return [flag for _, flag in sorted(flags, key=lambda pair: pair[0])]
 
@@ -229,6 +173,7 @@ def _flag_of_field(owner: Any, field: "dataclasses.Field[Any]", *, hint: Any) ->
         state=FlagState.WORKS,
         help=spec.help,
         field=f"{owner.__name__}.{field.name}",
+        opposite=spec.opposite,
         **shape,
     )
 
@@ -285,32 +230,21 @@ def _alternatives(hint: Any) -> tuple[Any, ...]:
     return (hint,)
 
 
-def _state_of_known(row: KnownFlag) -> FlagState:
-    # Tier 1 does not occur here, because these flags have a field and work.
-    if row.tier == 3:
-        return FlagState.REFUSED
-    return FlagState.NO_EFFECT if row.flags[0] in HARMLESS else FlagState.DEFAULT_ONLY
-
-
-# Defaults that replace defaults of Megatron-LM with which a different model would be trained.
-_DEFAULTS_HERE = {"--muon-coefficient-type": "simple"}
-
-
-def _flag_of_known(row: KnownFlag) -> Flag:
+def _flag_of_absent(row: AbsentFlag) -> Flag:
     # All flags of the form --x/--no-x are rejected, so the two forms need not be distinguished.
     takes_no_value = row.action in _CONSTANTS
     return Flag(
         flags=row.flags,
         dest=row.dest,
-        default=_typed_default(_DEFAULTS_HERE.get(row.flags[0], row.default), row.type),
+        default=_typed_default(row.default, row.type),
         group=row.group,
-        state=_state_of_known(row),
+        state=FlagState[row.state.name],
         type_name="flag" if takes_no_value else row.type if row.type in _WORD_PARSERS else "str",
         parse=_WORD_PARSERS.get(row.type, str),
         constant=_CONSTANTS.get(row.action),
         nargs=None if takes_no_value else row.nargs,
         choices=row.choices if row.type in ("int", "str") else None,
-        known=row,
+        absent=row,
     )
 
 
@@ -343,19 +277,17 @@ CONFIG_CLASSES: tuple[type, ...] = (
 @functools.cache
 def flag_table() -> FlagTable:
     """Returns the table of all flags, built once per process."""
-    return build_flag_table(CONFIG_CLASSES, load_known_flags())
+    return build_flag_table(CONFIG_CLASSES, absent_features().flags)
 
 
 def refusal(flag: Flag) -> str:
     """Returns the advice for a rejected flag: the reason, and a replacement if there is one."""
-    for pattern, sentence in MISSING if flag.state is FlagState.DEFAULT_ONLY else REFUSALS:
-        if re.match(pattern, flag.flags[0]):
-            return sentence
-    return GROUP_REFUSALS[flag.group]
+    assert flag.absent is not None, f"{flag.flags[0]} works"
+    return flag.absent.advice
 
 
 def no_effect_notice(flags: list[Flag]) -> str:
     """Formats the notice that names flags which are accepted without effect."""
-    hints = [(flag.flags[0], NO_EFFECT_HINTS.get(flag.flags[0])) for flag in flags]
+    hints = [(flag.flags[0], None if flag.absent is None else flag.absent.hint) for flag in flags]
     names = [name if hint is None else f"{name} ({hint})" for name, hint in hints]
     return f"note: accepted without effect: {', '.join(names)}"

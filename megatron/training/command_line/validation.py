@@ -562,7 +562,7 @@ def check_experts(args: argparse.Namespace) -> Iterator[str]:
                 "use at least 2, or add --moe-router-pre-softmax or --moe-router-score-function sigmoid"
             )
         return
-    for flag in flags_of_class(MoEConfig, {}):
+    for flag in flags_of_class(MoEConfig):
         if _is_set(args, flag.dest):
             yield f"{flag.flags[0]} needs --num-experts: add it, or drop {flag.flags[0]}"
 

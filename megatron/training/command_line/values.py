@@ -6,8 +6,8 @@ The configuration dataclass that receives a value checks its bounds.
 import enum
 from typing import Any
 
+from megatron.core.absent_features import absent_features
 from megatron.training.command_line.flags import Flag
-from megatron.training.command_line.refusals import VALUE_REFUSALS
 
 _KIND_NAMES = {"int": "an integer", "float": "a number"}
 
@@ -28,13 +28,10 @@ def value_of_word(flag: Flag, word: str) -> Any:
 
 def _choice_error(flag: Flag, word: str) -> str | None:
     """Returns an error for a value that only Megatron-LM supports, or None if Megatron-LM does not know it either."""
-    advice = VALUE_REFUSALS.get((flag.flags[0], word))
-    if advice is not None:
-        return f"{word!r} is not available here; {advice}"
-    # Enum choices are listed as `AttnBackend.flash`; users write `flash`.
-    upstream = () if flag.known is None else flag.known.choices or ()
-    if choice_names(flag) and word in {str(choice).rpartition(".")[2] for choice in upstream}:
-        return f"{word!r} is not available here; choose one of {', '.join(choice_names(flag))}"
+    for row in absent_features().values:
+        if row.flag == flag.flags[0] and word in row.values:
+            advice = row.advice or f"choose one of {', '.join(choice_names(flag))}"
+            return f"{word!r} is not available here; {advice}"
     return None
 
 

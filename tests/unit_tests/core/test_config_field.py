@@ -1,18 +1,18 @@
 """Configuration fields: values that validate_fields accepts, and error messages for other values."""
 
+import abc
+import copy
+import dataclasses
+import pickle
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.core.config_field import (
-    config_field,
-    no_effect_field,
-    require_defaults,
-    unsupported_field,
-    validate_fields,
-)
+from megatron.core.config_field import config_field, require_defaults, validate_fields
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 
 @dataclass(kw_only=True)
@@ -58,26 +58,111 @@ def test_wrong_values_are_refused_by_name(values: dict[str, Any], words: str) ->
     assert words in str(caught.value)
 
 
-@dataclass(kw_only=True)
-class _Foreign:
-    window: int | None = unsupported_field(None, why="windows do not exist here")
-    modules: list[str] = unsupported_field(default_factory=list, why="modules cannot be chosen here")
-
-    def __post_init__(self) -> None:
-        validate_fields(self)
+SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 
 
-def test_unsupported_fields_accept_their_defaults() -> None:
-    assert _Foreign(window=None, modules=[]) == _Foreign()
+@dataclass
+class OfUser(TransformerConfig):
+    """A user's configuration, whose constructor @dataclass generates. Declares one of Megatron's fields itself."""
+
+    window: int = 3
+    qk_l2_norm: bool = False
 
 
-def test_unsupported_fields_refuse_other_values_by_name() -> None:
+class WithInit(TransformerConfig):
+    """A user's configuration with a constructor of its own."""
+
+    def __init__(self, width: int, **fields: Any) -> None:
+        super().__init__(num_layers=2, num_attention_heads=2, hidden_size=width, persist_layer_norm=True, **fields)
+
+
+class Abstract(abc.ABC):
+    """A user's interface."""
+
+    @abc.abstractmethod
+    def name(self) -> str:
+        """Names the configuration."""
+
+
+@dataclass
+class OfInterface(TransformerConfig, Abstract):
+    """A configuration that implements an interface."""
+
+    def name(self) -> str:
+        return "mine"
+
+
+def test_absent_fields_accept_their_defaults() -> None:
+    config = TransformerConfig(**SIZES, fp8=None, gtp_remat_opt_in_modules=[])
+    plain = TransformerConfig(**SIZES)
+    assert config == dataclasses.replace(plain, timers=config.timers)
+    assert config.fp8 is None and config.gtp_remat_opt_in_modules == [] and config.fp8_recipe == "delayed"
+    assert DistributedDataParallelConfig(megatron_fsdp_main_params_dtype=torch.float32) == (
+        DistributedDataParallelConfig()
+    )
+    # A caller may change the list that it reads.
+    config.gtp_remat_opt_in_modules.append("mlp")
+    assert config.gtp_remat_opt_in_modules == []
+
+
+def test_absent_fields_refuse_other_values_by_name_with_problems_of_other_fields() -> None:
     with pytest.raises(ValueError) as caught:
-        _Foreign(window=3, modules=["mlp"])
+        TransformerConfig(**SIZES, fp8="e4m3", moe_latent_size=3, layernorm_epsilon=-1.0)
     assert str(caught.value).splitlines() == [
-        "_Foreign.window is 3: windows do not exist here; keep the default None",
-        "_Foreign.modules is ['mlp']: modules cannot be chosen here; keep the default []",
+        "TransformerConfig.fp8 is 'e4m3': 8- and 4-bit training is not supported: use --bf16; keep the default None",
+        "TransformerConfig.moe_latent_size is 3: experts operate on the full hidden size: use --moe-ffn-hidden-size "
+        "for smaller experts; keep the default None",
+        "TransformerConfig.layernorm_epsilon is -1.0: must be more than 0",
     ]
+
+
+@pytest.mark.parametrize("config_class", [TransformerConfig, MLATransformerConfig, OfUser, OfInterface])
+def test_absent_fields_are_accepted_and_refused_by_subclasses(config_class: type[TransformerConfig]) -> None:
+    config = config_class(**SIZES, fp8=None, bias_dropout_fusion=True)
+    assert config.bias_dropout_fusion is True and config.persist_layer_norm is False
+    with pytest.raises(ValueError, match=rf"^{config_class.__name__}\.fp8 is 'hybrid': .*; keep the default None$"):
+        config_class(**SIZES, fp8="hybrid")
+    with pytest.raises(TypeError, match=rf"{config_class.__name__}\..*unexpected keyword argument 'no_such_field'"):
+        config_class(**SIZES, no_such_field=1)
+    with pytest.raises(AttributeError, match=rf"'{config_class.__name__}' object has no attribute 'no_such_field'"):
+        _ = config.no_such_field
+    with pytest.raises(AttributeError, match="rotary_scaling"):
+        _ = config.rotary_scaling
+
+
+def test_absent_fields_reach_constructors_of_users() -> None:
+    config = WithInit(16, apply_rope_fusion=True, fp8=None)
+    assert (config.hidden_size, config.persist_layer_norm, config.apply_rope_fusion) == (16, True, True)
+    with pytest.raises(ValueError, match=r"^WithInit\.fp8 is 'e4m3'"):
+        WithInit(16, fp8="e4m3")
+
+
+def test_a_subclass_may_have_a_field_that_is_absent_otherwise() -> None:
+    assert OfUser(**SIZES, qk_l2_norm=True).qk_l2_norm
+    with pytest.raises(ValueError, match=r"TransformerConfig\.qk_l2_norm is True"):
+        TransformerConfig(**SIZES, qk_l2_norm=True)
+    assert MLATransformerConfig(**SIZES, rotary_base=10000).rotary_base == 10000
+    with pytest.raises(TypeError, match="rotary_base"):
+        TransformerConfig(**SIZES, rotary_base=10000)
+
+
+@pytest.mark.parametrize("config_class", [TransformerConfig, OfUser, OfInterface])
+def test_values_without_effect_survive_copies(config_class: type[TransformerConfig]) -> None:
+    config = config_class(**SIZES, bias_dropout_fusion=True, batch_p2p_comm=False)
+    larger = dataclasses.replace(config, num_layers=4, fp8=None, persist_layer_norm=True)
+    assert larger.num_layers == 4 and larger.persist_layer_norm and not config.persist_layer_norm
+    for copied in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)), larger):
+        assert copied.bias_dropout_fusion is True and copied.batch_p2p_comm is False
+        assert copied.tp_comm_overlap is False
+    assert config != dataclasses.replace(config, bias_dropout_fusion=False)
+    with pytest.raises(ValueError, match="keep the default None"):
+        dataclasses.replace(config, fp8="e4m3")
+
+
+def test_absent_fields_can_be_assigned() -> None:
+    config = TransformerConfig(**SIZES)
+    config.tp_comm_overlap = True
+    assert config.tp_comm_overlap is True
 
 
 def test_unsupported_arguments_are_refused_by_name() -> None:
@@ -98,7 +183,6 @@ class Named:
     parts: list[str] | None = config_field(None, help="x")
     window: tuple[int, int] | None = config_field(None, help="x")
     either: list[int] | tuple[int, ...] = config_field((), help="x")
-    fused: bool = no_effect_field(False, why="kernels are chosen elsewhere")
 
     def __post_init__(self) -> None:
         validate_fields(self)
@@ -117,6 +201,10 @@ def test_lists_and_tuples_replace_each_other() -> None:
 
 
 def test_fields_without_effect_accept_their_type_alone() -> None:
-    assert Named(fused=True).fused
-    with pytest.raises(ValueError, match=r"Named\.fused is 'yes': must be true or false"):
-        Named(fused="yes")
+    assert TransformerConfig(**SIZES, bias_dropout_fusion=True).bias_dropout_fusion
+    for wrong in ("yes", 0):
+        message = rf"TransformerConfig\.bias_dropout_fusion is {wrong!r}: must be true or false"
+        with pytest.raises(ValueError, match=message):
+            TransformerConfig(**SIZES, bias_dropout_fusion=wrong)
+    with pytest.raises(ValueError, match=r"wgrad_deferral_limit is None: must be an integer"):
+        TransformerConfig(**SIZES, wgrad_deferral_limit=None)

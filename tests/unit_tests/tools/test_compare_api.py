@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 
+from megatron.core.absent_features import AbsentState, absent_features
 from megatron.tools.compare_api import (
     UNKNOWN,
     Comparison,
     Verdict,
+    absent_field,
     compare,
     compare_all,
-    config_metadata,
     counts,
+    is_described_field,
     load_names,
-    load_unsupported,
     read_names,
 )
 from megatron.tools.write_migration_docs import MARK, PAGE, shown_reason, with_table
@@ -137,26 +138,35 @@ def test_names_of_what_we_lack_do_not_count() -> None:
 
 
 def test_every_pattern_of_what_we_lack_matches_a_name_that_is_no_configuration_field() -> None:
-    unmatched = {pattern for entry in load_unsupported() for pattern in entry.names}
+    unmatched = {row.pattern for row in absent_features().names}
     for name in load_names():
-        if config_metadata(name) is None:
+        if absent_field(name) is None and not is_described_field(name):
             unmatched = {pattern for pattern in unmatched if not fnmatchcase(name.path, pattern)}
     assert unmatched == set()
 
 
-def test_the_page_says_of_a_field_what_its_declaration_says() -> None:
-    kinds = set()
+def test_the_page_says_of_a_field_what_its_row_says() -> None:
+    states = set()
     for row in compare_all():
-        metadata = config_metadata(row.name)
-        if metadata is None:
+        absent = absent_field(row.name)
+        if absent is None:
+            assert not is_described_field(row.name) or "default: " not in shown_reason(row), row.name.path
             continue
         phrase = shown_reason(row)
-        assert ("only with its default" in phrase) == ("unsupported" in metadata), row.name.path
-        assert ("accepted without effect" in phrase) == ("no_effect" in metadata), row.name.path
-        reason = metadata.get("unsupported") or metadata.get("no_effect") or ""
-        assert reason.replace("|", "\\|") in phrase, row.name.path
-        kinds |= set(metadata)
-    assert kinds == {"unsupported", "no_effect", "spec"}
+        assert ("only with its default" in phrase) == (absent.state is AbsentState.REFUSED), row.name.path
+        assert ("accepted without effect" in phrase) == (absent.state is AbsentState.NO_EFFECT), row.name.path
+        assert absent.advice.replace("|", "\\|") in phrase, row.name.path
+        states.add(absent.state)
+    assert states == {AbsentState.REFUSED, AbsentState.NO_EFFECT}
+
+
+def test_fields_that_configurations_accept_without_having_them_are_compared_by_default() -> None:
+    path = "megatron/core/transformer/transformer_config.py"
+    right, other = read_names(
+        f"## {path}\nclass TransformerConfig() dataclass\n    fp8_margin: int = 0\n    fp4: str = 'x'"
+    )[1:]
+    assert compare(right).verdict is Verdict.SAME
+    assert (compare(other).verdict, compare(other).why) == (Verdict.THIN, "fp4=None instead of 'x'")
 
 
 def test_a_broken_module_of_ours_is_an_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from megatron.tools.translate_flags import (
     problems_of,
     translate,
 )
-from megatron.training.command_line.flags import FlagState, flag_table, load_known_flags
+from megatron.training.command_line.flags import FlagState, flag_table
 from tests.functional_tests.launch import run_program
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16".split()
@@ -145,12 +145,11 @@ def test_every_change_has_a_reason_of_one_line() -> None:
 def test_rules_name_flags_that_exist_and_results_that_work() -> None:
     table = flag_table()
     works = {word for flag in table.in_state(FlagState.WORKS) for word in flag.flags}
-    known = {word for row in load_known_flags().flags for word in row.flags}
+    known = {word for flag in table.flags for word in flag.flags}
     for rule in load_rules():
         results = [word for word in rule.becomes if word.startswith("--")]
         assert set(results) <= works, rule
-        exact = [flag for flag in rule.flags if "*" not in flag]
-        assert set(exact) <= known | _NAMES_OF_OTHER_VERSIONS, rule
+        assert set(rule.flags) <= known | _NAMES_OF_OTHER_VERSIONS, rule
 
 
 # Flags of earlier versions of Megatron-LM, which are missing in the list of known flags.
@@ -159,11 +158,10 @@ _NAMES_OF_OTHER_VERSIONS = {"--use-custom-fsdp", "--tp-only-amax-red"}
 
 def test_a_kept_flag_is_never_one_that_our_command_line_refuses() -> None:
     """Translates every known flag separately: flags that are kept work, or are accepted without effect."""
-    for row in load_known_flags().flags:
-        setting = Setting(row.flags[0], ())
+    for flag in flag_table().flags:
+        setting = Setting(flag.flags[0], ())
         change = change_of(setting, {setting.flag: setting}, own_script=False)
-        flag = next(flag for flag in flag_table().flags if row.flags[0] in flag.flags)
-        assert change is not None or flag.state in (FlagState.WORKS, FlagState.DEFAULT_ONLY), row.flags
+        assert change is not None or flag.state in (FlagState.WORKS, FlagState.DEFAULT_ONLY), flag.flags
 
 
 @pytest.mark.parametrize(
