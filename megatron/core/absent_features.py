@@ -7,6 +7,7 @@ tests/structure/megatron_flags.json.
 An entry of the file is a feature. Its keys:
 
 - advice: why the feature is not supported, and what to do instead. It ends messages about flags, fields and names.
+- in_python: the same for fields and names, if the advice applies only to flags.
 - no_effect: for flags and fields that are accepted without effect, the end of a sentence that starts with their name.
 - changes_speed: whether these flags change the speed or memory of a Megatron-LM run.
 - in_scripts: what a launch script's flags become, as rules of tools/translations.yaml without `flags`. The first rule
@@ -130,7 +131,7 @@ def absent_features() -> AbsentFeatures:
         ),
         tuple(_field(row, entry) for entry in entries for row in entry.get("fields", ())),
         tuple(
-            AbsentName(row["name"], row.get("advice") or entry["advice"])
+            AbsentName(row["name"], row.get("advice", _in_python(entry)))
             for entry in entries
             for row in entry.get("names", ())
         ),
@@ -156,17 +157,21 @@ def _flag(row: Mapping[str, Any], entry: Mapping[str, Any]) -> AbsentFlag:
     rules: Sequence[Mapping[str, Any]] = row.get("in_scripts", entry.get("in_scripts", ()))
     return AbsentFlag(
         **flag_of_row(row),
-        **_treatment(row, entry),
+        **_treatment(row, entry, advice=entry.get("advice", "")),
         hint=row.get("hint"),
         changes_speed=entry.get("changes_speed", False),
         in_scripts=tuple(rules),
     )
 
 
-def _treatment(row: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+def _in_python(entry: Mapping[str, Any]) -> str:
+    return entry.get("in_python") or entry.get("advice", "")
+
+
+def _treatment(row: Mapping[str, Any], entry: Mapping[str, Any], *, advice: str) -> dict[str, Any]:
     state = AbsentState(row.get("state", "refused"))
-    shared = "no_effect" if state is AbsentState.NO_EFFECT else "advice"
-    return {"state": state, "advice": row.get("advice") or entry[shared]}
+    shared = entry.get("no_effect", "") if state is AbsentState.NO_EFFECT else advice
+    return {"state": state, "advice": row.get("advice", shared)}
 
 
 _KINDS = {
@@ -190,6 +195,6 @@ def _field(row: Mapping[str, Any], entry: Mapping[str, Any]) -> AbsentField:
         default = vars(torch)[default]
     elif isinstance(default, str) and float in kinds:
         default = float(default)
-    return AbsentField(
-        row["config"], row["field"], functools.reduce(operator.or_, kinds), default, **_treatment(row, entry)
-    )
+    hint = functools.reduce(operator.or_, kinds)
+    treatment = _treatment(row, entry, advice=_in_python(entry))
+    return AbsentField(row["config"], row["field"], hint, default, **treatment)

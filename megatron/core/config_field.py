@@ -114,7 +114,7 @@ def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, st
     hints = type_hints(config_class)
     problems = {}
     for name, value in values.get("absent_values", {}).items():
-        problem = _absent_problem(absent_fields(config_class)[name], value)
+        problem = _absent_problem(absent_fields(config_class).get(name), value)
         if problem is not None:
             problems[name] = f"{config_class.__name__}.{name} is {value!r}: {problem}"
     for field in dataclasses.fields(config_class):
@@ -128,7 +128,9 @@ def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, st
     return problems
 
 
-def _absent_problem(field: AbsentField, value: Any) -> str | None:
+def _absent_problem(field: AbsentField | None, value: Any) -> str | None:
+    if field is None:
+        return "must not be in absent_values, because it is no absent field"
     if field.state is AbsentState.NO_EFFECT:
         return None if _matches(value, field.hint) else f"must be {_describe(field.hint)}"
     return None if value == field.default else f"{field.advice}; keep the default {field.default!r}"
@@ -155,7 +157,8 @@ class _TakesAbsentFields(abc.ABCMeta):
 def _taking_absent_fields(init: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(init)
     def __init__(self: Any, *args: Any, **given: Any) -> None:
-        absent = absent_fields(type(self))
+        config_class: Any = type(self)
+        absent = absent_fields(config_class)
         values = {name: given.pop(name) for name in list(given) if name in absent}
         if values:
             given["absent_values"] = {**given.get("absent_values", {}), **values}

@@ -166,9 +166,11 @@ def test_refusals_advise_only_what_a_user_can_do() -> None:
     names = {word: flag for flag in flag_table().flags for word in flag.flags}
     features = absent_features()
     # Flags without effect may say that they are read only with a flag that is refused.
-    refused = [row for row in (*features.flags, *features.fields) if row.state is not AbsentState.NO_EFFECT]
-    sentences = {row.advice for row in (*refused, *features.values, *features.names)}
-    for sentence in filter(None, sentences | {row.hint for row in features.flags}):
+    sentences = {row.advice for row in features.flags if row.state is not AbsentState.NO_EFFECT}
+    sentences |= {row.advice for row in features.fields if row.state is not AbsentState.NO_EFFECT}
+    sentences |= {row.advice for row in features.names} | {row.advice or "" for row in features.values}
+    sentences |= {row.hint or "" for row in features.flags}
+    for sentence in sentences:
         advised = [word.strip(",:;()") for word in sentence.split() if word.startswith("--")]
         refused_too = [word for word in advised if word in names and names[word].state is FlagState.REFUSED]
         unknown = [word for word in advised if word not in names and word not in ("--max-restarts", "--dsa")]

@@ -37,7 +37,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["feature"].replace(" ", "-"))
 def test_every_row_is_complete(entry: dict[str, Any]) -> None:
-    allowed = {"feature", "advice", "no_effect", "changes_speed", "in_scripts", *KEYS}
+    allowed = {"feature", "advice", "in_python", "no_effect", "changes_speed", "in_scripts", *KEYS}
     assert entry["feature"] and entry.keys() <= allowed and entry.keys() & KEYS.keys()
     for kind, (required, optional) in KEYS.items():
         more = OF_ANY_ROW | (OF_FLAGS if kind == "flags" else set())
@@ -46,13 +46,15 @@ def test_every_row_is_complete(entry: dict[str, Any]) -> None:
     for owner in (entry, *entry.get("flags", ())):
         for rule in owner.get("in_scripts", ()):
             assert {"becomes", "effect", "why"} <= rule.keys() <= RULE_KEYS, rule
-    rows = [*entry.get("flags", ()), *entry.get("fields", ())]
-    # A shared sentence that no row uses would be left over from rows that are gone.
-    shared = {"advice": [*entry.get("names", ())], "no_effect": []}
-    for row in rows:
-        shared["no_effect" if row.get("state") == "no effect" else "advice"].append(row)
-    for key, users in shared.items():
-        assert (key in entry) == any("advice" not in row for row in users), f"{key} of {entry['feature']}"
+    # A sentence that no row uses would be left over from rows that are gone.
+    users: dict[str, list[Any]] = {"advice": [], "in_python": [*entry.get("names", ())], "no_effect": []}
+    for kind, key in (("flags", "advice"), ("fields", "in_python")):
+        for row in entry.get(kind, ()):
+            users["no_effect" if row.get("state") == "no effect" else key].append(row)
+    if "in_python" not in entry:
+        users["advice"] += users.pop("in_python")
+    for key, rows in users.items():
+        assert (key in entry) == any("advice" not in row for row in rows), f"{key} of {entry['feature']}"
 
 
 def test_nothing_is_listed_twice() -> None:

@@ -159,6 +159,11 @@ def test_values_without_effect_survive_copies(config_class: type[TransformerConf
         dataclasses.replace(config, fp8="e4m3")
 
 
+def test_absent_values_contain_only_absent_fields() -> None:
+    with pytest.raises(ValueError, match=r"^TransformerConfig\.hidden_size is 8: must not be in absent_values"):
+        TransformerConfig(**SIZES, absent_values={"hidden_size": 8})
+
+
 def test_absent_fields_can_be_assigned() -> None:
     config = TransformerConfig(**SIZES)
     config.tp_comm_overlap = True
