@@ -101,6 +101,8 @@ def test_a_command_that_works_as_it_is_stays_as_it_is() -> None:
         ("--dataloader-type single", "--dataloader-type single", Effect.SAME),
         ("--moe-router-load-balancing-type seq_aux_loss global_aux_loss",
          "--moe-router-load-balancing-type seq_aux_loss global_aux_loss", Effect.DIFFERENT),
+        ("--save-retain-interval 10 --ckpt-fully-parallel-load", "--save-retain-interval 10 --ckpt-fully-parallel-load",
+         Effect.SAME),
         ("--embedding-init-method-std 0.3", "--embedding-init-method-std 0.3", Effect.DIFFERENT),
         ("--step-batch-size-schedule 0:2,0.256K:4", "--step-batch-size-schedule 0:2,0.256K:4", Effect.SAME),
         ("--moe-layer-freq ([0]*3+[1]*45)", "--moe-layer-freq ([0]*3+[1]*45)", Effect.SAME),
