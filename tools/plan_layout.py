@@ -199,8 +199,8 @@ def _dry_run(advice: Advice, world_size: int) -> dict[str, Any]:
         forward_step_func=pretrain_gpt.forward_step,
         only_stages={stage, len(advice.stages) - 1},
     )
-    planned = next(one.total for one in plan.stages if one.stage == stage)
-    quick, peak = advice.stages[stage].total, max(plan.stages, key=lambda one: one.peak)
+    planned = next(one.memory.total for one in plan.stages if one.stage == stage)
+    quick, peak = advice.stages[stage].total, max(plan.stages, key=lambda one: one.memory.peak)
     words_of = (
         "as estimated" if planned == quick else f"{planned - quick:+,} bytes ({100 * (planned / quick - 1):+.2f}%)"
     )
@@ -208,10 +208,10 @@ def _dry_run(advice: Advice, world_size: int) -> dict[str, Any]:
         "stage": stage,
         "bytes": planned,
         "difference": planned - quick,
-        "peak": peak.peak,
+        "peak": peak.memory.peak,
         "peak_stage": peak.stage,
         "words": f"stage {stage}: {bytes_in_words(planned)}, {words_of}; at most "
-        f"{bytes_in_words(peak.peak)} with temporary buffers, on stage {peak.stage}",
+        f"{bytes_in_words(peak.memory.peak)} with temporary buffers, on stage {peak.stage}",
     }
 
 

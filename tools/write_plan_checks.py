@@ -98,8 +98,7 @@ def zero_rows() -> Iterator[Row]:
     """Yields a rank's model states for the three stages of ZeRO."""
     for ranks, published in _ZERO_GIGABYTES.items():
         for stage, (gigabytes, flags) in enumerate(zip(published, _ZERO_FLAGS, strict=True), start=1):
-            rank = _plan(f"{_ZERO_MODEL} {flags}", ranks=ranks).stages[0]
-            states = rank.parameters + rank.gradients + rank.masters + rank.moments
+            states = _plan(f"{_ZERO_MODEL} {flags}", ranks=ranks).stages[0].memory.states.total
             what = f"model states of 7.5e9 parameters, ZeRO-{stage}, {ranks} ranks"
             yield Row(what, _ZERO, gigabytes, states / 1e9, "GB", 1 if gigabytes > 2 else 2)
 
@@ -117,7 +116,7 @@ def activation_rows() -> Iterator[Row]:
         ):
             words = _gpt_words(heads, hidden, batch=batch)
             one, two = (
-                sum(_plan(f"{words} --num-layers {n} {flags}", ranks=_TENSOR).stages[0].activations.values())
+                _plan(f"{words} --num-layers {n} {flags}", ranks=_TENSOR).stages[0].memory.activations.by_kind.total()
                 for n in (1, 2)
             )
             what = f"activations of a layer of GPT {name}, tensor parallel 8, {how}"
@@ -144,7 +143,8 @@ def _interleaved_row() -> Row:
     )
     stage = _plan(f"{_gpt_words(heads, hidden, batch=batch)} {layout}", ranks=8 * _TENSOR).stages[0]
     published = 34 * _SEQUENCE * batch * hidden / _TENSOR * 96 * (1 + 7 / 24)
-    planned = sum(stage.activations.values()) - stage.activations["embedding"]
+    kinds = stage.memory.activations.by_kind
+    planned = kinds.total() - kinds["embedding"]
     what = "activations of the first stage of GPT 175B, tensor 8, pipeline 8, virtual 3"
     return Row(what, "Korthikanti et al. 2022, section 4.2.3", published / 1e9, planned / 1e9, "GB", 2)
 
@@ -156,7 +156,7 @@ def expert_rows() -> Iterator[Row]:
     """
     tokens, experts_of_token, hidden, ffn, layers = 4096, 8, 7168, 2048, 58
     words = f"--model deepseek-v3 --mtp-num-layers 0 --seq-length {tokens} --micro-batch-size 1 --global-batch-size 1"
-    kept = _plan(words).stages[0].activations[EXPERTS]
+    kept = _plan(words).stages[0].memory.activations.by_kind[EXPERTS]
     published = tokens * experts_of_token * (2 * hidden + 6 * ffn) * layers
     what = "activations of DeepSeek-V3's experts, 4096 tokens, 58 layers"
     yield Row(what, "Megatron-Core, tensors in its paged stash", published / 1e9, kept / 1e9, "GB", 2)

@@ -128,7 +128,7 @@ class Planner:
         except ValueError:
             return None
         return max(
-            max(one.total + before.working, one.total - sum(one.activations.values()) + before.updating)
+            replace(one, temporary=before.memory.temporary).peak
             for one, before in zip(stages, plan.stages, strict=True)
         )
 
@@ -145,10 +145,10 @@ class Planner:
 
 def fit_of(plan: Plan, device: Device) -> Fit:
     """Compares the fullest rank of a plan with the memory of the device."""
-    fullest = max(plan.stages, key=lambda stage: stage.peak)
-    differ = len({stage.peak for stage in plan.stages}) > 1
+    fullest = max(plan.stages, key=lambda stage: stage.memory.peak)
+    differ = len({stage.memory.peak for stage in plan.stages}) > 1
     place = f"most on stage {fullest.stage} (rank {fullest.rank})" if differ else ""
-    return Fit(device.name, device.memory_bytes, fullest.peak, place)
+    return Fit(device.name, device.memory_bytes, fullest.memory.peak, place)
 
 
 def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner) -> Fit:
@@ -187,7 +187,7 @@ def _planned(one: _Candidate, planner: Planner) -> list[Change]:
         stages = planner.plan(one.args).stages
     except ValueError:
         return []
-    return [Change(one.words, max(stage.peak for stage in stages))]
+    return [Change(one.words, max(stage.memory.peak for stage in stages))]
 
 
 def changes_of(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:

@@ -31,14 +31,12 @@ from megatron.planner.layer_costs import (
     measure_work,
 )
 from megatron.planner.layout_space import Layout, Sharding, Space
-from megatron.planner.plan import ForwardStep
+from megatron.planner.plan import ForwardStep, ModelStates, RankMemory
 from megatron.planner.stage_costs import (
-    PersistentBytes,
     Shape,
-    StageMemory,
     in_node_ranks,
+    model_states,
     peak_activations,
-    persistent_bytes,
     quick_stages,
     shape_of,
     stage_chunks,
@@ -89,7 +87,7 @@ class Advice:
 
     layout: Layout
     words: tuple[str, ...]
-    stages: tuple[StageMemory, ...]
+    stages: tuple[RankMemory, ...]
     time: StepTime
 
     @property
@@ -233,7 +231,7 @@ class LayoutCosts:
         self._measured_work: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
         # Caches, each keyed by the sizes that its values depend on.
         self._scaled: dict[tuple[object, ...], ModelCosts] = {}
-        self._persistent: dict[tuple[object, ...], PersistentBytes] = {}
+        self._states: dict[tuple[object, ...], ModelStates] = {}
         self._seconds: dict[tuple[object, ...], dict[LayerKind | str, PassSeconds]] = {}
         self._weights: dict[tuple[object, ...], dict[int, Weights]] = {}
         self._activations: dict[tuple[object, ...], dict[int, int]] = {}
@@ -256,15 +254,15 @@ class LayoutCosts:
             return None
         shape, distinct = self._shape(layout), self._distinct(layout)
         weights = self._weights_of(layout, costs, shape=shape)
-        persistent = {stage: self._persistent_of(layout, costs, shape=shape, stage=stage) for stage in distinct}
-        num_bytes = max(one.total for one in persistent.values())
+        states = {stage: self._states_of(layout, costs, shape=shape, stage=stage) for stage in distinct}
+        num_bytes = max(one.total for one in states.values())
         if num_bytes > limit:
             return Cost(num_bytes, math.inf)
         activations = self._activations_of(layout, costs, shape=shape)
-        num_bytes = max(persistent[stage].total + layout.micro_batch * activations[stage] for stage in distinct)
+        num_bytes = max(states[stage].total + layout.micro_batch * activations[stage] for stage in distinct)
         if num_bytes > limit:
             return Cost(num_bytes, math.inf)
-        updated = max(self._update_bytes(one) for one in persistent.values()) / self._memory_rate
+        updated = max(self._update_bytes(one) for one in states.values()) / self._memory_rate
         return Cost(num_bytes, self._quick_seconds(layout, shape=shape, weights=weights, updated=updated))
 
     def advice(self, layout: Layout) -> Advice | None:
@@ -368,19 +366,19 @@ class LayoutCosts:
             self._weights[key] = {stage: _weights(costs, shape, stage=stage) for stage in self._distinct(layout)}
         return self._weights[key]
 
-    def _persistent_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape, stage: int) -> PersistentBytes:
+    def _states_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape, stage: int) -> ModelStates:
         sizes = (layout.tensor, layout.context, layout.expert, layout.expert_tensor, layout.stages, layout.chunks)
         key = (*sizes, layout.sharding, layout.counts, stage)
-        if key not in self._persistent:
+        if key not in self._states:
             args = self._sharded_args(layout.sharding)
-            self._persistent[key] = persistent_bytes(
+            self._states[key] = model_states(
                 costs,
                 shape,
                 stage=stage,
                 ddp_config=ddp_config_of(args),
                 optimizer_config=config_from_args(OptimizerConfig, args),
             )
-        return self._persistent[key]
+        return self._states[key]
 
     def _sharded_args(self, sharding: Sharding | None) -> argparse.Namespace:
         args = copy.copy(self._args)
@@ -402,13 +400,13 @@ class LayoutCosts:
             self._activations[key] = {}
             for stage in self._distinct(layout):
                 pages = stash_bytes(costs, shape, stage=stage)
-                kept = peak_activations(costs, shape, stage=stage, stashes=sum(pages) > 0)
-                self._activations[key][stage] = pages[0] + sum(kept.values())
+                kept = peak_activations(costs, shape, stage=stage, stashes=pages.total > 0)
+                self._activations[key][stage] = pages.device + kept.by_kind.total()
         return self._activations[key]
 
     @staticmethod
-    def _update_bytes(persistent: PersistentBytes) -> float:
-        return float(_ACCESSES_PER_UPDATE * (persistent.masters + persistent.moments + persistent.host_states))
+    def _update_bytes(states: ModelStates) -> float:
+        return float(_ACCESSES_PER_UPDATE * (states.masters + states.moments + states.host_states))
 
     @cached_property
     def _memory_rate(self) -> float:
@@ -487,7 +485,7 @@ class LayoutCosts:
             )
         )
 
-    def _step_time(self, args: argparse.Namespace, costs: ModelCosts, *, stages: Sequence[StageMemory]) -> StepTime:
+    def _step_time(self, args: argparse.Namespace, costs: ModelCosts, *, stages: Sequence[RankMemory]) -> StepTime:
         setup_tokenizer(args)  # pads the vocabulary for the layout
         shape, ddp_config = shape_of(args), ddp_config_of(args)
         tokens = args.micro_batch_size * args.seq_length // (shape.tensor * shape.context)
@@ -503,7 +501,7 @@ class LayoutCosts:
                     stage=stage,
                     ddp_config=ddp_config,
                     hidden_bytes=hidden_bytes,
-                    state_bytes=memory.persistent.masters + memory.persistent.moments,
+                    state_bytes=memory.states.masters + memory.states.moments,
                 )
                 for stage, memory in enumerate(stages)
             ]

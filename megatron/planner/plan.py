@@ -11,7 +11,6 @@ from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from functools import partial
 from itertools import repeat
 from typing import Any
 
@@ -36,7 +35,7 @@ from megatron.planner.activations import AsFusedKernels, SavedBytes, SavedSizes,
 from megatron.planner.fake_ranks import fake_rank
 from megatron.planner.recorders import ranks_by_name
 from megatron.planner.traced_step import StepTrace, trace_step, with_names
-from megatron.planner.work import EXPERTS, ChunkWork, Kernels, Traffic
+from megatron.planner.work import EXPERTS, StageLoad
 from megatron.training.checkpointing.rng_state import seed_ranks
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
@@ -81,76 +80,114 @@ class BufferLayout:
 
 
 @dataclass(frozen=True)
-class RankPlan:
-    """Memory of one rank by kind, in bytes, and its work in a step.
+class ModelStates:
+    """Bytes of a rank's model states, which persist during training.
 
-    layers: numbers of the rank's layers in the model, starting at 1. parameters, gradients: sizes of their buffers,
-    with padding. masters, moments: optimizer states. pages: pages of the paged stash. activations: maps a kind of
-    module to the bytes saved for backward at the peak of the schedule. host_pages, host_states, host_activations:
-    pages, optimizer states and offloaded activations in host memory. sizes: elements of each logical tensor with a
-    shard on the rank, as counted by parameters_by_key.
-
-    working: temporary memory of the passes at their peak, such as logits, gradients in flight and communication
-    buffers. updating: temporary memory of the update, which runs without activations. messages: largest temporary
-    memory of collectives at one time, excluding persistent gradients and parameters. All three are 0 if nothing is
-    trained.
-
-    links: messages of a step. groups: ranks of each group named in links. buffers: layouts of the parameter buffers.
-    chunks: kernels of a microbatch in each model chunk. update: the optimizer's kernels.
+    parameters, gradients: sizes of their buffers, with padding. masters, moments: optimizer states on the device.
+    host_states: optimizer states in host memory.
     """
 
-    rank: int
-    stage: int
-    layers: tuple[int, ...]
     parameters: int
     gradients: int
-    masters: int
-    moments: int
-    pages: int
-    host_pages: int
-    activations: dict[str, int]
-    sizes: dict[str, int]
-    links: tuple[Traffic, ...] = ()
-    buffers: tuple[BufferLayout, ...] = ()
-    chunks: tuple[ChunkWork, ...] = ()
-    update: Kernels = field(default_factory=Kernels)
-    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    working: int = 0
-    updating: int = 0
-    messages: int = 0
+    masters: int = 0
+    moments: int = 0
     host_states: int = 0
-    host_activations: int = 0
 
     @property
-    def host(self) -> dict[str, int]:
-        """Bytes in host memory, by kind."""
-        return {"pages": self.host_pages, "states": self.host_states, "activations": self.host_activations}
+    def total(self) -> int:
+        """Bytes on the device."""
+        return self.parameters + self.gradients + self.masters + self.moments
+
+
+@dataclass(frozen=True)
+class PageBytes:
+    """Bytes of the paged stash's pages, on the device and in host memory."""
+
+    device: int = 0
+    host: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes of all pages."""
+        return self.device + self.host
+
+
+@dataclass(frozen=True)
+class TemporaryBytes:
+    """Peaks of the memory that is allocated and freed within a step, all 0 if nothing is trained.
+
+    passes: memory of the passes, such as logits, gradients in flight and communication buffers. update: memory of the
+    update, which runs without activations. messages: largest memory of collectives at one time, excluding persistent
+    gradients and parameters.
+    """
+
+    passes: int = 0
+    update: int = 0
+    messages: int = 0
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of one rank. activations: bytes saved for backward at the peak of the schedule."""
+
+    states: ModelStates
+    pages: PageBytes
+    activations: SavedSizes
+    temporary: TemporaryBytes = field(default_factory=TemporaryBytes)
 
     @property
     def persistent_by_kind(self) -> dict[str, int]:
         """Persistent bytes on the device, by kind."""
         return {
-            "parameters": self.parameters,
-            "gradients": self.gradients,
-            "masters": self.masters,
-            "moments": self.moments,
-            "pages": self.pages,
+            "parameters": self.states.parameters,
+            "gradients": self.states.gradients,
+            "masters": self.states.masters,
+            "moments": self.states.moments,
+            "pages": self.pages.device,
+        }
+
+    @property
+    def on_host(self) -> dict[str, int]:
+        """Bytes in host memory, by kind."""
+        return {
+            "pages": self.pages.host,
+            "states": self.states.host_states,
+            "activations": self.activations.on_host,
         }
 
     @property
     def persistent(self) -> int:
         """Persistent bytes on the device."""
-        return sum(self.persistent_by_kind.values())
+        return self.states.total + self.pages.device
 
     @property
     def total(self) -> int:
         """Sum of the persistent bytes and of the activations at the peak of the schedule."""
-        return self.persistent + sum(self.activations.values())
+        return self.persistent + self.activations.by_kind.total()
 
     @property
     def peak(self) -> int:
         """Peak bytes on the device, including the temporary memory of passes and of the update."""
-        return max(self.total + self.working, self.persistent + self.updating)
+        return max(self.total + self.temporary.passes, self.persistent + self.temporary.update)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """Memory of one rank, and its work in a step.
+
+    layers: numbers of the rank's layers in the model, starting at 1. sizes: elements of each logical tensor with a
+    shard on the rank, as counted by parameters_by_key. groups: ranks of each group named in the messages of `load`.
+    buffers: layouts of the parameter buffers.
+    """
+
+    rank: int
+    stage: int
+    layers: tuple[int, ...]
+    sizes: dict[str, int]
+    memory: RankMemory
+    load: StageLoad = field(default_factory=StageLoad)
+    groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    buffers: tuple[BufferLayout, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -183,10 +220,19 @@ class StageTrace:
     experts_of_layer: int
     step: StepTrace
 
-    def working(self, actions: Sequence[Action]) -> int:
-        """Returns the peak temporary bytes of the passes. actions: the schedule of the traced step."""
+    def activations(self, actions: Sequence[Action], *, stashes: bool) -> SavedSizes:
+        """Returns the bytes saved at the schedule's peak. stashes: whether the paged stash is used."""
+        on_host = peak_bytes(actions, [Counter(host=one.on_host) for one in self.saved]).total()
+        if not stashes:
+            return SavedSizes(peak_bytes(actions, [one.by_kind for one in self.saved]), on_host)
+        # One layer's rows are still in its buffers, not yet copied to pages.
+        peak = peak_bytes(actions, [Counter({**one.by_kind, EXPERTS: 0}) for one in self.saved])
+        return SavedSizes(Counter({**peak, EXPERTS: self.experts_of_layer}), on_host)
+
+    def temporary(self, actions: Sequence[Action]) -> TemporaryBytes:
+        """Returns the temporary memory of a step. actions: the schedule of the traced step."""
         kept = peak_bytes(actions, [one.by_kind for one in self.saved]).total()
-        return max(0, self.step.peak - kept)
+        return TemporaryBytes(max(0, self.step.peak - kept), self.step.update_peak, self.step.messages_peak)
 
 
 # Traces by the structure of a stage.
@@ -217,8 +263,8 @@ def plan_run(
         if only_stages is not None and stage not in only_stages:
             continue
         with as_rank(args, rank) as groups:
-            build = _RankBuild(args, model_provider, config_overrides=config_overrides)
-            stages.append(build.plan(rank, stage=stage, groups=groups, forward_step=forward_step_func, traces=traces))
+            build = _RankBuild(args, model_provider, stage=stage, groups=groups, config_overrides=config_overrides)
+            stages.append(build.plan(rank, forward_step=forward_step_func, traces=traces))
             is_balanced = is_balanced or build.is_balanced
             stashed.append(build.stash_events)
     if args.moe_paged_stash and not args.skip_train and only_stages is None:
@@ -226,7 +272,7 @@ def plan_run(
             check_effect(stashed)
     # All ranks exchange the sums of every loss that any rank reports.
     names = {name for trace in traces.values() for name in trace.step.names}
-    stages = [replace(one, links=with_names(one.links, len(names))) for one in stages]
+    stages = [replace(one, load=with_names(one.load, len(names))) for one in stages]
     total, active = count_of({key: size for stage in stages for key, size in stage.sizes.items()}, args)
     num_microbatches = batch_sizes(args).final_num_microbatches
     flops = num_floating_point_operations(args, 1)
@@ -274,108 +320,120 @@ def _publish(args: argparse.Namespace) -> None:
 
 
 class _RankBuild:
-    """Builds one rank's wrapped model and optimizer, and plans their memory and work."""
+    """Builds the wrapped model and optimizer of one rank of a stage, and plans their memory and work."""
 
     def __init__(
         self,
         args: argparse.Namespace,
         model_provider: Callable[..., nn.Module],
         *,
+        stage: int,
+        groups: ProcessGroupCollection,
         config_overrides: ConfigOverrides | None,
     ) -> None:
-        self._args, self._provider = args, model_provider
+        self._args, self._provider, self._stage, self._groups = args, model_provider, stage, groups
         optimizer: MegatronOptimizer | None = None
         if args.skip_train:
             model = build_model(model_provider, args)
         else:
             model, optimizer, _ = build_model_and_optimizer(model_provider, args, config_overrides=config_overrides)
         self.model, self._optimizer = model, optimizer
+        self._num_microbatches = batch_sizes(args).final_num_microbatches
         # Without static buffers, the number of an expert's rows depends on the routing.
         self.is_balanced = args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
         self.stash_events: Sequence[StashEvent] = ()
 
-    def plan(
-        self, rank: int, *, stage: int, groups: ProcessGroupCollection, forward_step: ForwardStep, traces: _Traces
-    ) -> RankPlan:
-        """Plans memory and work of a rank. traces: cache of stage traces, to which the trace of `stage` is added."""
-        chunks = unwrap_model(self.model)
-        num_microbatches = batch_sizes(self._args).final_num_microbatches
-        pages = self._pages(groups, num_microbatches)
-        state = Counter[str]() if self._optimizer is None else self._optimizer.state_bytes
-        config = get_model_config(self.model[0])
-        orders_of = partial(
-            stage_orders,
-            Pipeline(self._args.pipeline_model_parallel_size, len(chunks)),
-            group_size=config.microbatch_group_size_per_vp_stage,
-        )
-        orders = orders_of(num_microbatches)
-        ends = stage == 0, stage == self._args.pipeline_model_parallel_size - 1
-        key = structure_of(self.model), *ends
-        if key not in traces:
-            traces[key] = self._trace(groups, forward_step, num_microbatches=num_microbatches)
-        trace, step = traces[key], traces[key].step
+    def plan(self, rank: int, *, forward_step: ForwardStep, traces: _Traces) -> RankPlan:
+        """Plans memory and work of a rank. traces: cache of stage traces, to which the trace of its stage is added."""
+        states, pages = self._states(), self._pages()
+        trace = self._trace(forward_step, traces)
+        load = trace.step.load
         return RankPlan(
             rank,
-            stage,
-            layers=tuple(
-                sorted(m.layer_number for c in chunks for m in c.modules() if isinstance(m, TransformerLayer))
-            ),
-            parameters=bytes_of(parameter_tensors(self.model)),
-            gradients=bytes_of(gradient_tensors(self.model)),
-            masters=state["masters"],
-            moments=state["moments"],
-            pages=pages[0],
-            host_pages=pages[1],
-            activations=_activations(orders[stage], trace, stashes=sum(pages) > 0),
+            self._stage,
+            layers=self._layers(),
             sizes=parameters_by_key(self.model),
+            memory=self._memory(trace, states=states, pages=pages),
+            load=load,
+            groups=ranks_by_name(self._groups, load.traffic),
             buffers=tuple(buffer_layouts(self.model)),
-            links=step.links,
-            chunks=step.chunks,
-            update=step.update,
-            groups=ranks_by_name(groups, step.links),
-            working=trace.working(orders_of(min(2, num_microbatches))[stage]),
-            updating=step.update_peak,
-            messages=step.messages_peak,
-            host_states=state["host_states"],
-            host_activations=peak_bytes(orders[stage], [Counter(host=kept.on_host) for kept in trace.saved]).total(),
         )
 
-    def _pages(self, groups: ProcessGroupCollection, num_microbatches: int) -> tuple[int, int]:
-        """Returns the bytes of the stash's pages on the device and on the host, both 0 for an evaluation."""
+    def _layers(self) -> tuple[int, ...]:
+        parts = (part for chunk in unwrap_model(self.model) for part in chunk.modules())
+        return tuple(sorted(part.layer_number for part in parts if isinstance(part, TransformerLayer)))
+
+    def _states(self) -> ModelStates:
+        """Returns the bytes of the model states, without optimizer states for an evaluation."""
+        of_optimizer = {} if self._optimizer is None else self._optimizer.state_bytes
+        return ModelStates(
+            bytes_of(parameter_tensors(self.model)), bytes_of(gradient_tensors(self.model)), **of_optimizer
+        )
+
+    def _pages(self) -> PageBytes:
+        """Returns the bytes of the stash's pages, both 0 for an evaluation."""
         if self._optimizer is None:
-            return 0, 0
-        memory = build_expert_memory(self.model, self._args, groups=groups)
-        layout = None if memory is None else memory.pool_layout_for(num_microbatches)
+            return PageBytes()
+        memory = build_expert_memory(self.model, self._args, groups=self._groups)
+        layout = None if memory is None else memory.pool_layout_for(self._num_microbatches)
         self.stash_events = () if memory is None else memory.needs.events
         if layout is None:
-            return 0, 0
-        return layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes
+            return PageBytes()
+        return PageBytes(layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes)
 
-    def _trace(self, groups: ProcessGroupCollection, forward_step: ForwardStep, *, num_microbatches: int) -> StageTrace:
-        args, model = self._args, self.model
+    def _memory(self, trace: StageTrace, *, states: ModelStates, pages: PageBytes) -> RankMemory:
+        return RankMemory(
+            states,
+            pages,
+            trace.activations(self._passes(self._num_microbatches), stashes=pages.total > 0),
+            # The traced step has at most two microbatches.
+            trace.temporary(self._passes(min(2, self._num_microbatches))),
+        )
+
+    def _passes(self, num_microbatches: int) -> Sequence[Action]:
+        """Returns the passes of the stage in a step of num_microbatches."""
+        pipeline = Pipeline(self._args.pipeline_model_parallel_size, len(self.model))
+        group_size = get_model_config(self.model[0]).microbatch_group_size_per_vp_stage
+        return stage_orders(pipeline, num_microbatches, group_size=group_size)[self._stage]
+
+    def _trace(self, forward_step: ForwardStep, traces: _Traces) -> StageTrace:
+        """Returns the trace of the stage, which stages of the same structure and position share."""
+        is_first, is_last = self._stage == 0, self._stage == self._args.pipeline_model_parallel_size - 1
+        key = structure_of(self.model), is_first, is_last
+        if key not in traces:
+            traces[key] = self._new_trace(forward_step)
+        return traces[key]
+
+    def _new_trace(self, forward_step: ForwardStep) -> StageTrace:
         if self._optimizer is None:
             # An evaluation has no backward.
-            return StageTrace(tuple(SavedSizes(Counter()) for _ in model), 0, StepTrace())
-        if self.is_balanced or args.use_torch_fsdp2:
-            args = with_known_rows(args)
-            _publish(args)
-            model = build_model(self._provider, args)
-        saved = [saved_by(chunk, args, forward_step=forward_step) for chunk in model]
-        of_layers = [
-            kept.by_kind[EXPERTS] // max(1, sum(isinstance(part, MoELayer) for part in chunk.modules()))
-            for chunk, kept in zip(model, saved, strict=True)
-        ]
+            return StageTrace(tuple(SavedSizes(Counter()) for _ in self.model), 0, StepTrace())
+        saved, experts_of_layer = self._saved(forward_step)
         _publish(self._args)
         step = trace_step(
             self._args,
             self.model,
             optimizer=self._optimizer,
             forward_step=forward_step,
-            groups=groups,
-            num_microbatches=num_microbatches,
+            groups=self._groups,
+            num_microbatches=self._num_microbatches,
             batch=batch_of(self._args),
         )
-        return StageTrace(tuple(saved), max(of_layers), step)
+        return StageTrace(saved, experts_of_layer, step)
+
+    def _saved(self, forward_step: ForwardStep) -> tuple[tuple[SavedSizes, ...], int]:
+        """Returns the bytes that a microbatch saves for backward in each chunk, and in the experts of one layer."""
+        args, model = self._args, self.model
+        if self.is_balanced or args.use_torch_fsdp2:
+            args = with_known_rows(args)
+            _publish(args)
+            model = build_model(self._provider, args)
+        saved = tuple(saved_by(chunk, args, forward_step=forward_step) for chunk in model)
+        of_layers = [
+            kept.by_kind[EXPERTS] // max(1, sum(isinstance(part, MoELayer) for part in chunk.modules()))
+            for chunk, kept in zip(model, saved, strict=True)
+        ]
+        return saved, max(of_layers)
 
 
 def structure_of(model: Sequence[nn.Module]) -> Hashable:
@@ -399,15 +457,6 @@ def _setting(value: Any) -> Any:
     if isinstance(value, (tuple, list)):
         return tuple(_setting(one) for one in value)
     return type(value)
-
-
-def _activations(actions: Sequence[Action], trace: StageTrace, *, stashes: bool) -> dict[str, int]:
-    """Returns the bytes of activations at the schedule's peak, by kind. stashes: whether the paged stash is used."""
-    if stashes:
-        # One layer's rows are still in its buffers, not yet copied to pages.
-        peak = peak_bytes(actions, [Counter({**kept.by_kind, EXPERTS: 0}) for kept in trace.saved])
-        return {**peak, EXPERTS: trace.experts_of_layer}
-    return dict(peak_bytes(actions, [kept.by_kind for kept in trace.saved]))
 
 
 def with_known_rows(args: argparse.Namespace) -> argparse.Namespace:

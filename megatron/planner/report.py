@@ -96,18 +96,20 @@ def print_plan(
 def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     """Returns the printed lines of a plan."""
     unit, size = next(
-        ((unit, size) for unit, size in _UNITS if max(stage.total for stage in plan.stages) >= size), ("bytes", 1)
+        ((unit, size) for unit, size in _UNITS if max(stage.memory.total for stage in plan.stages) >= size),
+        ("bytes", 1),
     )
     rows: list[tuple[str, ...]] = [("stage", "rank", "layers", *_MEMORY_COLUMNS)]
     for stage in plan.stages:
-        activations = sum(stage.activations.values())
-        values = [
-            num_bytes / size for num_bytes in (*stage.persistent_by_kind.values(), activations, stage.total, stage.peak)
-        ]
+        memory = stage.memory
+        activations = memory.activations.by_kind.total()
+        by_kind = (*memory.persistent_by_kind.values(), activations, memory.total, memory.peak)
+        values = [num_bytes / size for num_bytes in by_kind]
         rows.append((str(stage.stage), str(stage.rank), _range(stage.layers), *(f"{value:.2f}" for value in values)))
     widths = [max(map(len, column)) for column in zip(*rows)]
     table = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths)) for row in rows]
-    fullest = max(plan.stages, key=lambda stage: stage.total)
+    fullest = max(plan.stages, key=lambda stage: stage.memory.total)
+    temporary = fullest.memory.temporary
     return [
         f"plan of {_number(args.world_size, 'rank')}: {_layout(args)}; "
         f"{_number(plan.num_microbatches, 'microbatch', several='microbatches')} of "
@@ -116,9 +118,9 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
         f"memory of {'the first rank' if plan.stages[0].rank == 0 else 'one rank'} of each stage, in {unit}:",
         *table,
         f"activations of stage {fullest.stage}, which holds the most: {_kinds(fullest, unit=unit, size=size)}",
-        f"peak: includes temporary memory, on stage {fullest.stage} up to {fullest.working / size:.2f} {unit} in "
-        f"passes, or up to {fullest.updating / size:.2f} {unit} in the update, which runs without activations; "
-        f"messages hold up to {fullest.messages / size:.2f} {unit} at one time",
+        f"peak: includes temporary memory, on stage {fullest.stage} up to {temporary.passes / size:.2f} {unit} in "
+        f"passes, or up to {temporary.update / size:.2f} {unit} in the update, which runs without activations; "
+        f"messages hold up to {temporary.messages / size:.2f} {unit} at one time",
         *buffer_lines(plan.stages, unit=unit, size=size),
         *links_lines(fullest, unit=unit, size=size),
         *_note_lines(plan, unit=unit, size=size),
@@ -133,7 +135,7 @@ def _range(layers: Sequence[int]) -> str:
 
 
 def _kinds(stage: RankPlan, *, unit: str, size: int) -> str:
-    kinds = sorted(stage.activations.items(), key=lambda item: -item[1])
+    kinds = sorted(stage.memory.activations.by_kind.items(), key=lambda item: -item[1])
     return ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in kinds if count) or "none"
 
 
@@ -177,10 +179,10 @@ def _buffer_line(one: BufferLayout, stage: int, *, unit: str, size: int) -> str:
 
 def links_lines(stage: RankPlan, *, unit: str, size: int) -> list[str]:
     """Formats a rank's messages in a step as a table, largest first. The column `on links` shows link_bytes."""
-    if not stage.links:
+    if not stage.load.traffic:
         return []
     rows: list[tuple[str, ...]] = [_LINK_COLUMNS]
-    for one in sorted(stage.links, key=lambda one: -one.num_bytes):
+    for one in sorted(stage.load.traffic, key=lambda one: -one.num_bytes):
         sizes = (f"{one.num_bytes / size:.2f}", f"{link_bytes(one) / size:.2f}")
         rows.append((one.group, str(one.group_size), one.operation, one.phase, str(one.count), *sizes))
     widths = [max(map(len, column)) for column in zip(*rows)]
@@ -197,19 +199,20 @@ def _note_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
 
 def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
     """Returns a line about the stage with the most host memory, or nothing if no stage uses host memory."""
-    most = max(plan.stages, key=lambda stage: sum(stage.host.values()))
-    kinds = ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in most.host.items() if count)
+    most = max(plan.stages, key=lambda stage: sum(stage.memory.on_host.values()))
+    on_host = most.memory.on_host
+    kinds = ", ".join(f"{kind} {count / size:.2f} {unit}" for kind, count in on_host.items() if count)
     if not kinds:
         return []
     return [
-        f"in the host's memory, not in the table: up to {sum(most.host.values()) / size:.2f} {unit} per rank, "
+        f"in the host's memory, not in the table: up to {sum(on_host.values()) / size:.2f} {unit} per rank, "
         f"on stage {most.stage}: {kinds}"
     ]
 
 
 def assumptions(plan: Plan) -> tuple[str, ...]:
     """Returns the assumptions of the estimated time of a step."""
-    has_stash = any(stage.pages or stage.host_pages for stage in plan.stages)
+    has_stash = any(stage.memory.pages.total for stage in plan.stages)
     return (*ASSUMPTIONS, STASH_ASSUMPTION) if has_stash else ASSUMPTIONS
 
 
@@ -269,20 +272,20 @@ def notes(plan: Plan, device: Device) -> list[str]:
     if plan.is_balanced:
         found.append("Expert rows assume that tokens choose all experts equally often.")
     found += [f"{one}." for one in plan.substitutions]
-    full = [stage for stage in plan.stages if stage.peak > device.memory_bytes]
+    full = [stage for stage in plan.stages if stage.memory.peak > device.memory_bytes]
     if full:
         found.append(
             f"Stages that exceed the memory of the {device.name} ({device.memory_gib:g} GiB): "
             f"{', '.join(str(stage.stage) for stage in full)}."
         )
-    if any(any(stage.host.values()) for stage in plan.stages):
+    if any(any(stage.memory.on_host.values()) for stage in plan.stages):
         found.append("Device memory does not include host memory.")
     return found
 
 
 def _stage(stage: RankPlan, time: StageTime | None, *, device: Device, in_node: Mapping[str, int]) -> dict[str, Any]:
-    links = []
-    for one in stage.links:
+    memory, links = stage.memory, []
+    for one in stage.load.traffic:
         shared = in_node.get(one.group, one.group_size)
         seconds = message_seconds(one, device, in_node=shared)
         links.append({**asdict(one), "link_bytes": link_bytes(one), "in_node": shared, "seconds": seconds})
@@ -290,13 +293,13 @@ def _stage(stage: RankPlan, time: StageTime | None, *, device: Device, in_node: 
         "stage": stage.stage,
         "rank": stage.rank,
         "layers": list(stage.layers),
-        "memory": {**stage.persistent_by_kind, "activations": dict(stage.activations)},
-        "total": stage.total,
-        "working": stage.working,
-        "updating": stage.updating,
-        "messages": stage.messages,
-        "peak": stage.peak,
-        **{f"host_{kind}": count for kind, count in stage.host.items()},
+        "memory": {**memory.persistent_by_kind, "activations": dict(memory.activations.by_kind)},
+        "total": memory.total,
+        "working": memory.temporary.passes,
+        "updating": memory.temporary.update,
+        "messages": memory.temporary.messages,
+        "peak": memory.peak,
+        **{f"host_{kind}": count for kind, count in memory.on_host.items()},
         "groups": {name: {"size": len(ranks), "ranks": rank_range(ranks)} for name, ranks in stage.groups.items()},
         "links": links,
         "buffers": [_buffer(one) for one in stage.buffers],
@@ -473,10 +476,10 @@ def _advice_as_json(advice: Advice) -> dict[str, Any]:
         "fullest_stage": advice.fullest,
         "stages": [
             {
-                **asdict(stage.persistent),
-                "pages": stage.pages,
-                "host_pages": stage.host_pages,
-                "activations": dict(stage.activations),
+                **asdict(stage.states),
+                "pages": stage.pages.device,
+                "host_pages": stage.pages.host,
+                "activations": dict(stage.activations.by_kind),
             }
             for stage in advice.stages
         ],

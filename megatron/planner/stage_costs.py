@@ -7,7 +7,7 @@ run (plan.py) builds whole stages instead. Both give the same number of bytes if
 
 import argparse
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -24,8 +24,10 @@ from megatron.core.pipeline_parallel.expansion import expand, kept_events
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, stage_orders
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes, pool_layout, step_needs
 from megatron.core.transformer.pipeline_split import layers_per_part
+from megatron.planner.activations import SavedSizes
 from megatron.planner.layer_costs import LayerKind, ModelCosts, ParamSize, PartCost, layer_kinds, total_work
-from megatron.planner.step_time import StageLoad, short_step
+from megatron.planner.plan import ModelStates, PageBytes, RankMemory
+from megatron.planner.step_time import short_step
 from megatron.planner.work import (
     BACKWARD,
     EXPERTS,
@@ -33,6 +35,7 @@ from megatron.planner.work import (
     GRADS,
     PARAMS,
     Kernels,
+    StageLoad,
     Traffic,
     merged,
 )
@@ -90,37 +93,6 @@ class Shape:
         return Pipeline(self.stages, self.chunks)
 
 
-@dataclass(frozen=True)
-class PersistentBytes:
-    """Persistent bytes of the first rank of a stage. Fields are named as in RankPlan."""
-
-    parameters: int
-    gradients: int
-    masters: int
-    moments: int
-    host_states: int = 0
-
-    @property
-    def total(self) -> int:
-        """Persistent bytes on the device."""
-        return self.parameters + self.gradients + self.masters + self.moments
-
-
-@dataclass(frozen=True)
-class StageMemory:
-    """Peak bytes of the first rank of a stage. Fields are named as in RankPlan."""
-
-    persistent: PersistentBytes
-    pages: int
-    host_pages: int
-    activations: Mapping[str, int]
-
-    @property
-    def total(self) -> int:
-        """Peak bytes on the device."""
-        return self.persistent.total + self.pages + sum(self.activations.values())
-
-
 def shape_of(args: argparse.Namespace) -> Shape:
     """Extracts the layout's sizes from validated arguments."""
     kinds = iter(layer_kinds(args))
@@ -154,23 +126,23 @@ def check_counted(args: argparse.Namespace) -> None:
         raise CommandLineError("--skip-train is given: layouts can be compared only for training; drop it")
 
 
-def quick_stages(args: argparse.Namespace, costs: ModelCosts) -> list[StageMemory]:
-    """Returns the memory of the first rank of each stage. args: validated. costs: measured for these args.
+def quick_stages(args: argparse.Namespace, costs: ModelCosts) -> list[RankMemory]:
+    """Returns the memory of the first rank of each stage, without temporary memory and offloaded activations.
 
-    Raises CommandLineError for flags whose memory only a dry run can compute.
+    args: validated. costs: measured for these args. Raises CommandLineError for flags whose memory only a dry run
+    can compute.
     """
     check_counted(args)
     shape, ddp_config = shape_of(args), ddp_config_of(args)
     optimizer_config = config_from_args(OptimizerConfig, args)
     stages = []
     for stage in range(shape.stages):
-        device_pages, host_pages = stash_bytes(costs, shape, stage=stage)
+        pages = stash_bytes(costs, shape, stage=stage)
         stages.append(
-            StageMemory(
-                persistent_bytes(costs, shape, stage=stage, ddp_config=ddp_config, optimizer_config=optimizer_config),
-                device_pages,
-                host_pages,
-                peak_activations(costs, shape, stage=stage, stashes=device_pages + host_pages > 0),
+            RankMemory(
+                model_states(costs, shape, stage=stage, ddp_config=ddp_config, optimizer_config=optimizer_config),
+                pages,
+                peak_activations(costs, shape, stage=stage, stashes=pages.total > 0),
             )
         )
     return stages
@@ -185,15 +157,15 @@ def stage_chunks(costs: ModelCosts, shape: Shape, *, stage: int) -> list[list[Pa
     ]
 
 
-def persistent_bytes(
+def model_states(
     costs: ModelCosts,
     shape: Shape,
     *,
     stage: int,
     ddp_config: DistributedDataParallelConfig,
     optimizer_config: OptimizerConfig,
-) -> PersistentBytes:
-    """Returns the persistent bytes of the first rank of a stage, which owns the largest shards of the stage.
+) -> ModelStates:
+    """Returns the model states of the first rank of a stage, which owns the largest shards of the stage.
 
     Includes the run's buffer padding. States in fp16 have one scale per block of elements. Blocks are counted over all
     elements of a buffer, which undercounts by less than one block per contiguous range.
@@ -217,7 +189,7 @@ def persistent_bytes(
             parameters += layout.numel * kind.param_dtype.itemsize
             gradients += 0 if ddp_config.release_gradients else owned * kind.grad_dtype.itemsize
             masters, moments = masters + states.masters, moments + states.moments
-    return PersistentBytes(parameters, gradients, int(masters), int(moments), int(host_states))
+    return ModelStates(parameters, gradients, int(masters), int(moments), int(host_states))
 
 
 def chunk_buffers(
@@ -264,10 +236,10 @@ def _stepped_elements(layout: BufferLayout, *, is_sharded: bool, host_fraction: 
     return stepped, on_host
 
 
-def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> tuple[int, int]:
-    """Returns the bytes of a stage's stash pages on the device and on the host, as allocated at the start of a run."""
+def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> PageBytes:
+    """Returns the bytes of a stage's stash pages, as allocated at the start of a run."""
     if costs.rows is None or not costs.config.moe_paged_stash:
-        return 0, 0
+        return PageBytes()
     layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
     order = _orders(shape.pipeline, shape.num_microbatches, group_size=shape.group_size)[stage]
     events = stash_events(kept_events(expand(order, layers)))
@@ -275,8 +247,8 @@ def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> tuple[int, in
     needs = step_needs(costs.config, events, max_rows=max_rows, balanced_rows=costs.rows.balanced)
     layout = pool_layout(costs.config, needs, learned=LearnedSizes())
     if layout is None:
-        return 0, 0
-    return layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes
+        return PageBytes()
+    return PageBytes(layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes)
 
 
 def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:
@@ -307,8 +279,8 @@ def saved_by_chunk(costs: ModelCosts, shape: Shape, *, stage: int) -> list[Count
     return found
 
 
-def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bool) -> dict[str, int]:
-    """Returns the bytes of activations at the peak of a stage's schedule, by kind. stashes: whether a stash is used."""
+def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bool) -> SavedSizes:
+    """Returns the device bytes of activations at the peak of a stage's schedule. stashes: whether a stash is used."""
     saved = saved_by_chunk(costs, shape, stage=stage)
     in_buffers = 0
     if stashes:
@@ -324,7 +296,7 @@ def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bo
     peak: Counter[str] = Counter()
     for count, kinds in zip(fullest, saved, strict=True):
         peak.update({kind: size * count for kind, size in kinds.items()})
-    return {**peak, EXPERTS: in_buffers} if stashes else dict(peak)
+    return SavedSizes(Counter({**peak, EXPERTS: in_buffers}) if stashes else peak)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -19,8 +19,8 @@ from megatron.planner.work import (
     PARAMS,
     PIPELINE,
     STATISTICS,
-    ChunkWork,
     Kernels,
+    StageLoad,
     Traffic,
     compute_seconds,
     message_seconds,
@@ -46,19 +46,6 @@ _TERA = 1e12
 # Rounds of microbatches after which a schedule only repeats, until its end.
 _ROUNDS = 3
 Spans = list[dict[Action, Span]]
-
-
-@dataclass(frozen=True)
-class StageLoad:
-    """Work of one rank of a stage in a step.
-
-    update: the optimizer's kernels. traffic: all messages of the rank. Messages of the forward and backward phases are
-    assumed to be spread evenly over the passes.
-    """
-
-    chunks: tuple[ChunkWork, ...]
-    traffic: tuple[Traffic, ...] = ()
-    update: Kernels = field(default_factory=Kernels)
 
 
 @dataclass(frozen=True)
@@ -136,9 +123,9 @@ def run_time(plan: Plan, args: argparse.Namespace, *, device: Device) -> StepTim
 
     Raises ValueError for a matmul dtype that the device does not support.
     """
-    if not all(stage.chunks for stage in plan.stages):
+    stages = [stage.load for stage in plan.stages]
+    if not all(load.chunks for load in stages):
         return None
-    stages = [StageLoad(stage.chunks, stage.links, stage.update) for stage in plan.stages]
     orders = stage_orders(
         Pipeline(len(stages), len(stages[0].chunks)),
         plan.num_microbatches,

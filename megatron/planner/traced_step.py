@@ -33,7 +33,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import AsFusedKernels
 from megatron.planner.recorders import LiveBytes, MessageRecorder, WorkRecorder
-from megatron.planner.work import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, ChunkWork, Kernels, Traffic, merged
+from megatron.planner.work import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, StageLoad, Traffic, merged
 from megatron.training.setup import setup_steps
 from megatron.training.step.exit_conditions import LOCAL_REASONS
 from megatron.training.step.statistics import StatisticsExchange, Totals
@@ -47,20 +47,17 @@ _UPDATE = "update"
 class StepTrace:
     """Record of a rank's step, empty by default.
 
-    links: messages of a step. names: names of the reported losses, which determine the size of the statistics exchange.
-    peak: bytes allocated at the peak of the passes, in addition to persistent memory and including saved tensors, in a
-    step of two microbatches, or of one if the run has only one. update_peak: bytes allocated at the peak of the update.
-    messages_peak: largest number of bytes that collectives hold at one time. chunks: kernels of a microbatch in each
-    chunk. update: the optimizer's kernels.
+    names: names of the reported losses, which determine the size of the statistics exchange. peak: bytes allocated at
+    the peak of the passes, in addition to persistent memory and including saved tensors, in a step of two microbatches,
+    or of one if the run has only one. update_peak: bytes allocated at the peak of the update. messages_peak: largest
+    number of bytes that collectives hold at one time.
     """
 
-    links: tuple[Traffic, ...] = ()
+    load: StageLoad = field(default_factory=StageLoad)
     names: frozenset[str] = frozenset()
     peak: int = 0
     update_peak: int = 0
     messages_peak: int = 0
-    chunks: tuple[ChunkWork, ...] = ()
-    update: Kernels = field(default_factory=Kernels)
 
 
 class _NamedStatistics(StatisticsExchange):
@@ -166,14 +163,17 @@ def trace_step(
     pipeline, round_size = Pipeline(group_size(groups.pp), len(model)), config.microbatch_group_size_per_vp_stage
     stage = group_rank(groups.pp)
     program = pipeline_programs(pipeline, num_microbatches, group_size=round_size)[stage]
-    return StepTrace(
+    load = StageLoad(
+        work.chunks(stage_orders(pipeline, 1, group_size=round_size)[stage]),
         merged(by_pass(found, program)),
+        work.update,
+    )
+    return StepTrace(
+        load,
         frozenset(traced.statistics.found),
-        live.peaks[""],
-        live.peaks[_UPDATE],
-        live.messages_peak,
-        chunks=work.chunks(stage_orders(pipeline, 1, group_size=round_size)[stage]),
-        update=work.update,
+        peak=live.peaks[""],
+        update_peak=live.peaks[_UPDATE],
+        messages_peak=live.messages_peak,
     )
 
 
@@ -370,12 +370,13 @@ def by_pass(links: Iterable[Traffic], program: Program) -> Iterator[Traffic]:
                 yield replace(one, phase=phase, count=count, num_bytes=one.num_bytes // one.count * count)
 
 
-def with_names(links: Sequence[Traffic], num_names: int) -> tuple[Traffic, ...]:
-    """Returns the messages, with the statistics exchange enlarged to num_names losses (see StatisticsExchange)."""
+def with_names(load: StageLoad, num_names: int) -> StageLoad:
+    """Returns the load, with the statistics exchange enlarged to num_names losses (see StatisticsExchange)."""
     exchange = ("world", "all-reduce", STATISTICS)
     # Each loss adds three fp64 numbers: whether the rank requires it, its sum, and its count.
     num_bytes = 24 * num_names
-    return tuple(
+    traffic = (
         replace(one, num_bytes=one.num_bytes + num_bytes) if (one.group, one.operation, one.phase) == exchange else one
-        for one in links
+        for one in load.traffic
     )
+    return replace(load, traffic=tuple(traffic))

@@ -98,6 +98,19 @@ class Traffic:
     num_bytes: int
 
 
+@dataclass(frozen=True)
+class StageLoad:
+    """Work of one rank of a stage in a step, empty by default.
+
+    chunks: kernels of a microbatch in each model chunk. traffic: all messages of the rank. Messages of the forward and
+    backward phases are assumed to be spread evenly over the passes. update: the optimizer's kernels.
+    """
+
+    chunks: tuple[ChunkWork, ...] = ()
+    traffic: tuple[Traffic, ...] = ()
+    update: Kernels = field(default_factory=Kernels)
+
+
 def kind_of_module(name: str) -> str:
     """Maps a module's name to its kind, by which kernels and activations are grouped."""
     return next((kind for pattern, kind in _KINDS if pattern.search(name)), REST)

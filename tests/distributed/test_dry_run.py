@@ -3,7 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -175,7 +175,7 @@ Bucket = tuple[int, str, int, str, str]
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes of one rank, in the fields of RankPlan.
+    """Bytes of one rank, as planned.
 
     activations, host_activations: of one microbatch of its first chunk. logged: memory report of the log. links:
     traffic of its third step. launched: bytes of the collectives that the trace recorded in that step, by operation.
@@ -224,6 +224,12 @@ def _planned_by_rank(name: str) -> dict[int, RankPlan]:
     planned = {one.rank: one for place in places for one in _plan(name, place).stages}
     assert len(planned) == len(places) * len(_plan(name).stages)
     return planned
+
+
+def _planned_kinds(plan: RankPlan) -> dict[str, int]:
+    """Returns the planned bytes by kind, with the names in KINDS."""
+    pages = plan.memory.pages
+    return {**asdict(plan.memory.states), "pages": pages.device, "host_pages": pages.host}
 
 
 def _held_by_rank(names: list[str]) -> dict[str, Held]:
@@ -373,8 +379,9 @@ def held() -> dict[str, list[Held]]:
 @pytest.mark.parametrize("name", ON_EIGHT)
 def test_eight_ranks_hold_and_send_what_was_planned(name: str, held: dict[str, list[Held]]) -> None:
     for rank, planned in _planned_by_rank(name).items():
-        for kind in (*KINDS, "links"):
-            assert getattr(planned, kind) == getattr(held[name][rank], kind), (rank, kind)
+        for kind, num_bytes in _planned_kinds(planned).items():
+            assert num_bytes == getattr(held[name][rank], kind), (rank, kind)
+        assert planned.load.traffic == held[name][rank].links, rank
 
 
 # Runs named "saved" are for test_passes_with_memory_save_what_was_planned; persistent memory is covered by the others.
@@ -387,13 +394,13 @@ def test_ranks_hold_what_was_planned_to_the_byte(name: str, held: dict[str, list
     ranks_in_stage = len(ranks) // (1 + max(of_rank.stage for of_rank in ranks))
     for rank, planned in plans.items():
         assert planned.stage == ranks[rank].stage
-        assert (planned.host_states > 0) == ("states on hosts" in name)
-        for kind in KINDS:
-            assert getattr(planned, kind) == getattr(ranks[rank], kind), (rank, kind)
+        assert (planned.memory.states.host_states > 0) == ("states on hosts" in name)
+        for kind, num_bytes in _planned_kinds(planned).items():
+            assert num_bytes == getattr(ranks[rank], kind), (rank, kind)
     for rank, of_rank in enumerate(ranks):
         for kind in KINDS:
             first = plans[rank // ranks_in_stage * ranks_in_stage]
-            assert getattr(of_rank, kind) <= getattr(first, kind)
+            assert getattr(of_rank, kind) <= _planned_kinds(first)[kind]
 
 
 @pytest.mark.parametrize(
@@ -402,7 +409,7 @@ def test_ranks_hold_what_was_planned_to_the_byte(name: str, held: dict[str, list
 )
 def test_ranks_send_what_was_planned_to_the_byte(name: str, held: dict[str, list[Held]]) -> None:
     for rank, planned in _planned_by_rank(name).items():
-        assert planned.links and planned.links == held[name][rank].links, rank
+        assert planned.load.traffic and planned.load.traffic == held[name][rank].links, rank
 
 
 def test_experts_that_are_chosen_unevenly_get_the_planned_rows_of_all_ranks_together(
@@ -410,7 +417,7 @@ def test_experts_that_are_chosen_unevenly_get_the_planned_rows_of_all_ranks_toge
 ) -> None:
     planned, sent = Counter[tuple[str, ...]](), Counter[tuple[str, ...]]()
     for rank, plan in _planned_by_rank("even rows").items():
-        for found, links in ((planned, plan.links), (sent, held["even rows"][rank].links)):
+        for found, links in ((planned, plan.load.traffic), (sent, held["even rows"][rank].links)):
             found.update({(one.group, one.operation, one.phase, str(one.count)): one.num_bytes for one in links})
     assert planned == sent and any(operation == "all-to-all" for _, operation, *_ in sent)
 
@@ -459,14 +466,16 @@ def test_buckets_of_a_run_are_the_planned_ones(name: str, held: dict[str, list[H
 @pytest.mark.parametrize("name", SAVED)
 def test_passes_with_memory_save_what_was_planned(name: str, held: dict[str, list[Held]]) -> None:
     planned, found = _plan(name).stages[0], held[name][0]
-    assert planned.activations == found.activations and planned.activations["attention"] > 0
-    assert planned.host_activations == found.host_activations and (planned.host_activations > 0) == ("hosts" in name)
+    saved = planned.memory.activations
+    assert dict(saved.by_kind) == found.activations and saved.by_kind["attention"] > 0
+    assert saved.on_host == found.host_activations and (saved.on_host > 0) == ("hosts" in name)
 
 
 @pytest.mark.parametrize("name", [name for name in RUNS if name.startswith("peak")])
 def test_a_step_has_as_much_at_once_as_was_planned(name: str, held: dict[str, list[Held]]) -> None:
     for plan in _plan(name).stages:
-        found = held[name][plan.rank]
-        assert plan.peak - plan.persistent == found.beside > sum(plan.activations.values()), plan.rank
+        found, memory = held[name][plan.rank], plan.memory
+        assert memory.peak - memory.persistent == found.beside > memory.activations.by_kind.total(), plan.rank
         # In a run, the vector of statistics also carries names.
-        assert 0 < plan.messages <= found.messages <= plan.messages + 200, plan.rank
+        messages = memory.temporary.messages
+        assert 0 < messages <= found.messages <= messages + 200, plan.rank

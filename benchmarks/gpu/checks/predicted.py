@@ -35,7 +35,7 @@ def predict(flags: str) -> Prediction:
     args = read_arguments(argv=words)
     plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     flops = plan.flops_per_sample * args.global_batch_size / RANKS
-    return Prediction(max(stage.peak for stage in plan.stages), flops)
+    return Prediction(max(stage.memory.peak for stage in plan.stages), flops)
 
 
 class Predictions:

@@ -56,7 +56,7 @@ def bytes_of(tensors: Iterable[Tensor]) -> int:
 def held_bytes(
     model: Sequence[nn.Module], optimizer: MegatronOptimizer, *, memory: ExpertMemory | None = None
 ) -> dict[str, int]:
-    """Returns the persistent bytes that this rank has allocated, by kind, with the names of RankPlan.
+    """Returns the persistent bytes that this rank has allocated, by kind.
 
     memory: the expert memory, whose stash may own pages.
     """

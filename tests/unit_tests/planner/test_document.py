@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import re
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +12,22 @@ import pytest
 
 import pretrain_gpt
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
+from megatron.planner.activations import SavedSizes
 from megatron.planner.fit import fit_of
 from megatron.planner.page import page
-from megatron.planner.plan import BufferLayout, Plan, RankPlan, pipeline_number_of
+from megatron.planner.plan import (
+    BufferLayout,
+    ModelStates,
+    PageBytes,
+    Plan,
+    RankMemory,
+    RankPlan,
+    TemporaryBytes,
+    pipeline_number_of,
+)
 from megatron.planner.report import links_lines, plan_document, print_plan, time_lines, write_plan
 from megatron.planner.step_time import STASH_ASSUMPTION, run_time
-from megatron.planner.work import ChunkWork, Kernel, Kernels, Traffic, Unit
+from megatron.planner.work import ChunkWork, Kernel, Kernels, StageLoad, Traffic, Unit
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device, planned_device
@@ -43,23 +54,20 @@ def _stage(number: int, stages: int) -> RankPlan:
         rank=number * 16,
         stage=number,
         layers=(2 * number + 1, 2 * number + 2),
-        parameters=3 * GIB,
-        gradients=6 * GIB,
-        masters=GIB,
-        moments=2 * GIB,
-        pages=0,
-        host_pages=GIB,
-        activations={"attention": (stages - number) * GIB, "experts <b>": 2 * GIB, "norms and residuals": GIB // 2},
         sizes={},
-        links=links if stages > 1 else (),
+        memory=RankMemory(
+            ModelStates(parameters=3 * GIB, gradients=6 * GIB, masters=GIB, moments=2 * GIB),
+            PageBytes(host=GIB),
+            SavedSizes(
+                Counter({"attention": (stages - number) * GIB, "experts <b>": 2 * GIB, "norms and residuals": GIB // 2})
+            ),
+            TemporaryBytes(passes=GIB // 4, update=2 * GIB),
+        ),
+        load=StageLoad((ChunkWork(_work(0.01), _work(0.02), _work(0.005)),), links if stages > 1 else (), _work(0.03)),
         buffers=(
             BufferLayout(0, "dense", "bfloat16", "float32", (GIB // 2, GIB, GIB), 3 * 5 * GIB // 4, GIB // 64),
             BufferLayout(0, "expert", "bfloat16", "float32", (GIB,), 3 * GIB // 2, 0),
         ),
-        chunks=(ChunkWork(_work(0.01), _work(0.02), _work(0.005)),),
-        update=_work(0.03),
-        working=GIB // 4,
-        updating=2 * GIB,
         groups={"tp_ep": tuple(range(16)), "dp_cp": tuple(range(0, 128, 16)), "pp": tuple(range(0, stages * 16, 16))},
     )
 
@@ -114,10 +122,11 @@ def test_json_holds_the_plan_and_the_page_is_made_of_it(tmp_path: Path) -> None:
         "pages": 0,
         "activations": None,
     }
-    assert stage["total"] == _stage(1, 4).total and (stage["host_pages"], stage["host_states"]) == (GIB, 0)
+    memory = _stage(1, 4).memory
+    assert stage["total"] == memory.total and (stage["host_pages"], stage["host_states"]) == (GIB, 0)
     # Activations occupy more memory than the update, which runs after they are freed.
-    assert stage["peak"] == stage["total"] + GIB // 4 == _stage(1, 4).peak
-    assert replace(_stage(1, 4), updating=7 * GIB).peak == 19 * GIB
+    assert stage["peak"] == stage["total"] + GIB // 4 == memory.peak
+    assert replace(memory, temporary=TemporaryBytes(update=7 * GIB)).peak == 19 * GIB
     assert stage["groups"]["dp_cp"] == {"size": 8, "ranks": "0:113:16"}
     # 15 of 16 parts leave the rank; a node has 8 of the group's ranks.
     assert stage["links"][0] | {"seconds": 0} == {
@@ -207,9 +216,10 @@ def test_lines_split_a_step_by_cause() -> None:
     assert re.search("compute .* exposed communication .* bubble .* optimizer", split), split
     assert "which waits the least: forward" in passes and all(line.startswith("assumed: ") for line in assumed)
     assert assumed[-1] == f"assumed: {STASH_ASSUMPTION}"
-    without = replace(plan, stages=[replace(stage, host_pages=0) for stage in plan.stages])
+    no_pages = [replace(stage, memory=replace(stage.memory, pages=PageBytes())) for stage in plan.stages]
+    without = replace(plan, stages=no_pages)
     assert time_lines(step, without) == [first, split, passes, *assumed[:-1]]
-    untrained = replace(plan, stages=[replace(stage, chunks=()) for stage in plan.stages])
+    untrained = replace(plan, stages=[replace(stage, load=replace(stage.load, chunks=())) for stage in plan.stages])
     assert run_time(untrained, args, device=device) is None
     text = page(plan_document(untrained, args, device=device, step=None, fit=fit_of(untrained, device)))
     assert "Step time by pipeline stage" not in text and "Pipeline schedule" not in text

@@ -37,7 +37,7 @@ def arguments(base: str, flags: Flags, *, ranks: int) -> argparse.Namespace:
 
 
 def peak(base: str, flags: Flags, *, ranks: int) -> int:
-    return max(stage.peak for stage in planned(base, {**ALWAYS, **flags}, ranks=ranks)[0].stages)
+    return max(stage.memory.peak for stage in planned(base, {**ALWAYS, **flags}, ranks=ranks)[0].stages)
 
 
 @pytest.fixture
@@ -170,7 +170,7 @@ def test_a_stash_is_suggested_and_given_recompute_modules_are_kept() -> None:
 
 def test_the_fullest_stage_is_named_where_stages_differ() -> None:
     plan, _ = planned("dense", {**ALWAYS, "pipeline-model-parallel-size": 2}, ranks=4)
-    peaks = [stage.peak for stage in plan.stages]
+    peaks = [stage.memory.peak for stage in plan.stages]
     assert peaks[0] != peaks[1]
     fit, stage = fit_of(plan, planned_device({})), plan.stages[peaks.index(max(peaks))]
     assert fit.line.endswith(f"GiB per rank, most on stage {stage.stage} (rank {stage.rank})") and fit.fits

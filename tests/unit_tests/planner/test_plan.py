@@ -41,15 +41,14 @@ def test_a_plan_names_its_ranks_and_assumptions() -> None:
     assert lines[0].startswith("plan of 4 ranks: expert 2, data 4; 1 microbatch of 2 x ")
     assert "equally often" in lines[-1] and plan.is_balanced
     assert plan.num_parameters > plan.active_parameters > 0
-    stage = plan.stages[0]
-    assert stage.total == sum([stage.parameters, stage.gradients, stage.masters, stage.moments, stage.pages]) + sum(
-        stage.activations.values()
-    )
+    memory = plan.stages[0].memory
+    states = [memory.states.parameters, memory.states.gradients, memory.states.masters, memory.states.moments]
+    assert memory.total == sum(states) + memory.pages.device + sum(memory.activations.by_kind.values())
 
 
 def test_passes_allocate_temporary_memory() -> None:
     (stage,) = planned("dense", {})[0].stages
-    assert stage.working > 0 and stage.peak > stage.total
+    assert stage.memory.temporary.passes > 0 and stage.memory.peak > stage.memory.total
 
 
 def test_padded_expert_rows_are_counted() -> None:
@@ -58,7 +57,8 @@ def test_padded_expert_rows_are_counted() -> None:
     (dropping,), (padding,) = (
         planned("moe", {**flags, "moe-pad-expert-input-to-capacity": pads}, ranks=2)[0].stages for pads in (False, True)
     )
-    assert padding.activations[EXPERTS] > 1.5 * dropping.activations[EXPERTS]
+    saved = [stage.memory.activations.by_kind[EXPERTS] for stage in (dropping, padding)]
+    assert saved[1] > 1.5 * saved[0]
 
 
 def test_a_stash_without_effect_is_refused_as_in_a_run() -> None:
@@ -71,8 +71,10 @@ def test_an_evaluation_saves_nothing_and_has_no_pages() -> None:
     flags: Flags = {"moe-paged-stash": True, "moe-expert-rank-capacity-factor": 2.0}
     trained, _ = planned("moe", flags)
     (stage,) = planned("moe", {**flags, "skip-train": True, "load": "nowhere"})[0].stages
-    assert trained.stages[0].pages + trained.stages[0].host_pages > 0 == stage.pages + stage.host_pages
-    assert stage.total == stage.parameters + stage.gradients and stage.parameters == trained.stages[0].parameters
+    trained_memory, memory = trained.stages[0].memory, stage.memory
+    assert trained_memory.pages.total > 0 == memory.pages.total
+    assert memory.total == memory.states.parameters + memory.states.gradients
+    assert memory.states.parameters == trained_memory.states.parameters
 
 
 @pytest.mark.slow
@@ -93,12 +95,13 @@ def test_flex_backends_are_planned_without_their_libraries(backend: str) -> None
     # The flex dispatcher also keeps the largest demand of its dispatches, in two kernels per layer.
     (stage,), (all_to_all,) = plan.stages, same.stages
     assert (
-        replace(stage, chunks=()) == replace(all_to_all, chunks=())
-        and stage.chunks[0].backward == all_to_all.chunks[0].backward
+        replace(stage, load=replace(stage.load, chunks=()))
+        == replace(all_to_all, load=replace(all_to_all.load, chunks=()))
+        and stage.load.chunks[0].backward == all_to_all.load.chunks[0].backward
     )
-    extra = stage.chunks[0].forward - all_to_all.chunks[0].forward
+    extra = stage.load.chunks[0].forward - all_to_all.load.chunks[0].forward
     assert sum(extra.values()) == 4 and max(kernel.num_bytes for kernel in extra) <= 32
-    assert any(one.operation == "all-to-all" for one in stage.links)
+    assert any(one.operation == "all-to-all" for one in stage.load.traffic)
     assert any(f"backend {backend} is planned with the rows of" in line for line in lines)
     with pytest.raises(CommandLineError, match="which requires a CUDA device"):
         validate_args(parse_args(argv=command_line({**read_bases()["moe"], **experts, **flex, **alone})))

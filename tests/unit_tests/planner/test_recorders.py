@@ -61,7 +61,8 @@ def test_messages_of_passes_scale_with_microbatches_and_others_do_not() -> None:
     many, _ = planned("llama", {**flags, "global-batch-size": 40}, ranks=4)
     assert many.num_microbatches == 5 * few.num_microbatches
     sent = [
-        {(one.group, one.operation, one.phase): one.num_bytes for one in plan.stages[0].links} for plan in (few, many)
+        {(one.group, one.operation, one.phase): one.num_bytes for one in plan.stages[0].load.traffic}
+        for plan in (few, many)
     ]
     assert sent[0].keys() == sent[1].keys()
     for (_, _, phase), before, after in zip(sent[0], sent[0].values(), sent[1].values(), strict=True):
@@ -79,7 +80,7 @@ def test_messages_of_two_levels_of_context_parallelism_are_on_the_groups_of_the_
         sent.append(
             {
                 (one.group, one.operation): one
-                for one in plan.stages[0].links
+                for one in plan.stages[0].load.traffic
                 if one.phase == "forward" and one.operation in ("all-to-all", "send")
             }
         )
@@ -103,8 +104,9 @@ def test_lines_of_a_plan_name_messages_buckets_and_padding() -> None:
     for one in stage.buffers:
         padded = sum(one.bucket_bytes)
         assert 0 <= one.padding_bytes < one.num_bytes and one.num_bytes >= padded
-    assert sum(one.num_bytes for one in stage.buffers) >= stage.gradients
-    assert stage.working > 0 and stage.messages >= max(sum(one.bucket_bytes) for one in stage.buffers)
+    assert sum(one.num_bytes for one in stage.buffers) >= stage.memory.states.gradients
+    temporary = stage.memory.temporary
+    assert temporary.passes > 0 and temporary.messages >= max(sum(one.bucket_bytes) for one in stage.buffers)
     assert any(line.startswith("sent in a step by rank 0") for line in lines)
     assert any("is padding" in line for line in lines)
 
@@ -119,7 +121,7 @@ def test_bucket_bytes_are_those_of_gradients() -> None:
 
 def test_an_evaluation_sends_nothing() -> None:
     plan, lines = planned("dense", {"skip-train": True, "load": "nowhere", "global-batch-size": 8}, ranks=2)
-    assert plan.stages[0].links == () and plan.stages[0].working == 0
+    assert plan.stages[0].load.traffic == () and plan.stages[0].memory.temporary.passes == 0
     assert not any(line.startswith("sent in a step") for line in lines)
 
 

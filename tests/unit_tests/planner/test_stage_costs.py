@@ -1,6 +1,7 @@
 """Memory computed from single layers, compared with plans of the same runs that build whole stages."""
 
 import random
+from dataclasses import astuple
 
 import pytest
 
@@ -9,8 +10,8 @@ from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.planner.activations import peak_bytes
 from megatron.planner.layer_costs import measure_memory
 from megatron.planner.layout_space import Layout, Recompute, Space
-from megatron.planner.plan import RankPlan, plan_run
-from megatron.planner.stage_costs import PersistentBytes, fullest_moments, quick_stages
+from megatron.planner.plan import plan_run
+from megatron.planner.stage_costs import fullest_moments, quick_stages
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.errors import CommandLineError
 from tests.counts import long_count, soak_only
@@ -59,10 +60,6 @@ def _layouts(model: str) -> list[tuple[Layout, list[str]]]:
     raise AssertionError(f"{model} has only {len(found)} layouts")
 
 
-def _persistent(one: PersistentBytes | RankPlan) -> tuple[int, ...]:
-    return one.parameters, one.gradients, one.masters, one.moments, one.host_states
-
-
 # Layers of gpt-oss-20b differ from those of the other models only in size.
 @pytest.mark.slow
 @pytest.mark.parametrize("model", [soak_only(model) if model == "gpt-oss-20b" else model for model in MODELS])
@@ -73,10 +70,10 @@ def test_memory_of_layers_adds_up_to_stages(model: str) -> None:
         planned = plan_run(args, provider, forward_step_func=step).stages
         quick = quick_stages(args, measure_memory(args, provider, forward_step=step))
         for whole, added in zip(planned, quick, strict=True):
-            assert _persistent(added.persistent) == _persistent(whole), (layout, whole.stage)
-            assert (added.pages, added.host_pages) == (whole.pages, whole.host_pages), layout
-            kept = {kind: size for kind, size in whole.activations.items() if size}
-            assert {kind: size for kind, size in added.activations.items() if size} == kept, layout
+            assert added.states == whole.memory.states, (layout, whole.stage)
+            assert added.pages == whole.memory.pages, layout
+            kept = {kind: size for kind, size in whole.memory.activations.by_kind.items() if size}
+            assert {kind: size for kind, size in added.activations.by_kind.items() if size} == kept, layout
 
 
 @pytest.mark.slow
@@ -90,12 +87,12 @@ def test_offloaded_states_add_up_to_stages(flags: str) -> None:
     provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
     (whole,) = plan_run(args, provider, forward_step_func=step).stages
     (added,) = quick_stages(args, measure_memory(args, provider, forward_step=step))
-    persistent = _persistent(added.persistent)
-    assert persistent == _persistent(whole) and min(persistent) > 0
+    states = astuple(added.states)
+    assert states == astuple(whole.memory.states) and min(states) > 0
     assert (
         added.total
-        == whole.total
-        == sum(vars(added.persistent).values()) - added.persistent.host_states + sum(whole.activations.values())
+        == whole.memory.total
+        == sum(states) - added.states.host_states + sum(whole.memory.activations.by_kind.values())
     )
 
 

@@ -5,13 +5,14 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.pipeline_parallel.schedule import Pipeline, no_pipelining_schedule, stage_orders
-from megatron.planner.step_time import Overlap, StageLoad, StepTime, estimate_step, overlap_of
+from megatron.planner.step_time import Overlap, StepTime, estimate_step, overlap_of
 from megatron.planner.work import (
     GRADS,
     PARAMS,
     ChunkWork,
     Kernel,
     Kernels,
+    StageLoad,
     Traffic,
     Unit,
     kernel_seconds,

@@ -43,7 +43,7 @@ def _flops(kernels: Kernels, unit: Unit | None = None) -> float:
 )
 def test_flops_of_all_ranks_equal_those_of_the_log(base: str, flags: Flags, ranks: int) -> None:
     plan = _plan(base, flags, ranks=ranks)
-    chunks = [chunk for stage in plan.stages for chunk in stage.chunks]
+    chunks = [chunk for stage in plan.stages for chunk in stage.load.chunks]
     forward = sum(_flops(chunk.forward) for chunk in chunks)
     backward = sum(_flops(chunk.backward) for chunk in chunks)
     attention = sum(_flops(chunk.forward, Unit.ATTENTION) for chunk in chunks)
@@ -58,18 +58,18 @@ def test_flops_of_all_ranks_equal_those_of_the_log(base: str, flags: Flags, rank
 @pytest.mark.slow
 def test_recomputed_layers_run_forward_twice() -> None:
     (plain,), (again,) = (_plan("llama", flags).stages for flags in ({}, ALL_LAYERS))
-    assert not plain.chunks[0].recompute
-    assert _flops(again.chunks[0].forward) == _flops(plain.chunks[0].forward)
-    assert _flops(again.chunks[0].backward) == _flops(plain.chunks[0].backward)
-    output = sum(k.flops * n for k, n in plain.chunks[0].forward.items() if k.kind == "output and loss")
-    narrow = min(k.flops for k in plain.chunks[0].forward if k.kind == "feed-forward" and k.flops)
+    assert not plain.load.chunks[0].recompute
+    assert _flops(again.load.chunks[0].forward) == _flops(plain.load.chunks[0].forward)
+    assert _flops(again.load.chunks[0].backward) == _flops(plain.load.chunks[0].backward)
+    output = sum(k.flops * n for k, n in plain.load.chunks[0].forward.items() if k.kind == "output and loss")
+    narrow = min(k.flops for k in plain.load.chunks[0].forward if k.kind == "feed-forward" and k.flops)
     # Torch stops recomputing once backward has its tensors, before the last matmul of each of two layers.
-    assert _flops(again.chunks[0].recompute) == _flops(plain.chunks[0].forward) - output - 2 * narrow
+    assert _flops(again.load.chunks[0].recompute) == _flops(plain.load.chunks[0].forward) - output - 2 * narrow
 
 
 def test_backward_kernels_have_the_kind_of_their_module() -> None:
     (stage,) = _plan("moe", {"moe-grouped-gemm": True}).stages
-    chunk = stage.chunks[0]
+    chunk = stage.load.chunks[0]
     scores = _flops(chunk.forward, Unit.ATTENTION)
     for kind in ("attention", "experts", "router", "output and loss"):
         forward, backward = (
@@ -81,10 +81,10 @@ def test_backward_kernels_have_the_kind_of_their_module() -> None:
 
 def test_an_update_moves_the_bytes_of_adam_and_of_the_gradient_norm() -> None:
     (stage,) = _plan("moe", {"moe-grouped-gemm": True}).stages
-    moved = sum(kernel.num_bytes * count for kernel, count in stage.update.items())
+    moved = sum(kernel.num_bytes * count for kernel, count in stage.load.update.items())
     # Bytes per parameter: gradient (read), master and moments (read and written), the 16-bit parameter (written), and
     # the gradient again, read by the norm. The first step's comparison of masters with parameters would add 30.
-    assert moved / (stage.masters / 4) == pytest.approx(4 + 8 + 16 + 2 + 4, abs=0.5)
+    assert moved / (stage.memory.states.masters / 4) == pytest.approx(4 + 8 + 16 + 2 + 4, abs=0.5)
 
 
 @pytest.mark.slow
