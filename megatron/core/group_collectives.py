@@ -178,9 +178,7 @@ def all_ranks_agree(group: dist.ProcessGroup | None = None) -> Iterator[None]:
         yield
     except Exception as error:  # any error, because the other ranks wait for this rank
         failure = error
-    reports: list[str | None] = [None] * (dist.get_world_size(group) if dist.is_initialized() else 1)
-    if len(reports) > 1:
-        dist.all_gather_object(reports, None if failure is None else _message(failure), group=group)
+    reports = gather_objects(None if failure is None else _message(failure), group or dist.group.WORLD)
     if failure is not None:
         raise failure
     for rank, report in enumerate(reports):

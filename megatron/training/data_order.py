@@ -14,6 +14,7 @@ from megatron.core.datasets.data_iterators import validation_sets
 from megatron.core.datasets.data_order import DataOrder, SplitOrder, SplitSize, SplitSizes
 from megatron.core.datasets.megatron_dataset import MegatronDataset
 from megatron.core.datasets.utils import Split
+from megatron.core.group_collectives import gather_objects
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.config import planned_samples
 from megatron.training.run import TrainingRun
@@ -121,8 +122,7 @@ def _agreed(own: DataOrder) -> DataOrder:
     """Returns the orders of all ranks, some of which may not build all datasets. Collective."""
     if dist.get_world_size() == 1:
         return own
-    found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, own)
+    found = gather_objects(own, dist.group.WORLD)
     agreed: dict[str, tuple[SplitOrder, ...]] = {}
     for rank, orders in enumerate(found):
         for name, sets in orders.items():

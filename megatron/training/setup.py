@@ -19,7 +19,7 @@ from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.device import default_device
 from megatron.core.distributed import check_weights_agree
 from megatron.core.graphs.capture import GraphDevice
-from megatron.core.group_collectives import all_ranks_agree
+from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.num_microbatches_calculator import NumMicroBatches, init_num_microbatches_calculator
 from megatron.core.optimizer import (
     MegatronOptimizer,
@@ -428,9 +428,8 @@ def _agree_on_sets(run: TrainingRun, num_microbatches: Sequence[int]) -> None:
 
     A script may provide datasets or iterators only on ranks that read batches.
     """
-    found: list[Any] = [None] * dist.get_world_size()
     own = [(one.name, list(one.num_microbatches)) for one in run.valid_sets]
-    dist.all_gather_object(found, (own, run.test_set is not None))
+    found = gather_objects((own, run.test_set is not None), dist.group.WORLD)
     most = max((sets for sets, _ in found), key=len)
     if len(own) < len(most):
         held = {one.name: one for one in run.valid_sets}

@@ -37,6 +37,7 @@ from megatron.core.dist_checkpointing.manifest import FileEntry, Manifest, read_
 from megatron.core.dist_checkpointing.mapping import ShardedState, ShardedTensor, flatten
 from megatron.core.dist_checkpointing.planner import HeldItems, ReplicaWriters, assign_writes
 from megatron.core.dist_checkpointing.storage import METADATA_FILE, data_file, write_metadata, write_pieces
+from megatron.core.group_collectives import gather_objects
 from megatron.core.logical_tensors import Box
 from megatron.core.process_groups_config import group_rank, group_size
 
@@ -115,9 +116,7 @@ class PendingSave:
 
     def ranks_are_done(self) -> bool:
         """Returns whether `finish` would not wait, because all ranks are done or a rank has failed. Collective."""
-        reports: list[tuple[bool, bool]] = [(self.is_done(), self._writing.error is not None)] * group_size(self._group)
-        if len(reports) > 1:
-            dist.all_gather_object(reports, reports[0], group=self._group)
+        reports = gather_objects((self.is_done(), self._writing.error is not None), self._group)
         return all(done for done, _ in reports) or any(failed for _, failed in reports)
 
     def finish(self) -> None:

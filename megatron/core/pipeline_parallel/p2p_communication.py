@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.device import default_device
 from megatron.core.device.trace_ranges import trace_range
-from megatron.core.group_collectives import is_fake
+from megatron.core.group_collectives import gather_objects, is_fake
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.transfers import Direction, Transfer
 from megatron.core.pipeline_parallel.validation import MAX_BATCHES
@@ -274,8 +274,7 @@ def _check_same_everywhere(group: dist.ProcessGroup, value: tuple[tuple[int, ...
 
     The first call also creates NCCL's communicator, which a batch between two stages could not do.
     """
-    everyone: list[tuple[tuple[int, ...], str] | None] = [None] * group_size(group)
-    dist.all_gather_object(everyone, value, group=group)
+    everyone = gather_objects(value, group)
     if any(other != value for other in everyone):
         raise ValueError(
             f"pipeline stages would exchange different tensors: {', '.join(map(str, everyone))} (shape and dtype by "

@@ -6,14 +6,13 @@ devices.py lists the peaks of devices.
 import argparse
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 
 from megatron.core.datasets.padding import PaddingCount
 from megatron.core.dist_checkpointing import model_logical_pieces
-from megatron.core.process_groups_config import group_size
+from megatron.core.group_collectives import gather_objects
 from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.mtp_config import with_mtp_layers
 
@@ -115,11 +114,7 @@ def count_parameters(
 
     model: this rank's chunks. mp_group: the ranks that hold the other parts. Vocabulary padding is not counted.
     """
-    own = parameters_by_key(model)
-    everyone: list[Any] = [own]
-    if group_size(mp_group) > 1:
-        everyone = [None] * group_size(mp_group)
-        dist.all_gather_object(everyone, own, group=mp_group)
+    everyone = gather_objects(parameters_by_key(model), mp_group)
     return count_of({key: size for part in everyone for key, size in part.items()}, args)
 
 

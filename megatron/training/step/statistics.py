@@ -6,7 +6,7 @@ The data-parallel wrapper reduces gradients.
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from torch import nn
 from megatron.core.datasets.padding import NO_PADDING, PaddingCount
 from megatron.core.device import default_device
 from megatron.core.device.trace_ranges import trace_range
+from megatron.core.group_collectives import gather_objects
 from megatron.core.process_groups_config import group_size
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder, LayerTotals
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -223,10 +224,7 @@ class StatisticsExchange:
         return vector.tolist()
 
     def _learn_names(self, own: Collection[str]) -> None:
-        by_rank: list[Any] = [list(own)]
-        if group_size(self._group) > 1:
-            by_rank = [None] * group_size(self._group)
-            dist.all_gather_object(by_rank, list(own), group=self._group)
+        by_rank = gather_objects(list(own), self._group)
         # Last stage first, so that the log shows the loss of the model before the losses of its routers.
         names = [name for names in reversed(by_rank) for name in names]
         self._names = tuple(dict.fromkeys([*self._names, *names]))
@@ -275,11 +273,7 @@ def raise_non_finite_loss(reports: Reports, group: dist.ProcessGroup | None, *, 
 
     reports: as for total_reports, fp32.
     """
-    bad = _bad_microbatches_sync(reports)
-    everyone: list[Any] = [bad]
-    if group_size(group) > 1:
-        everyone = [None] * group_size(group)
-        dist.all_gather_object(everyone, bad, group=group)
+    everyone = gather_objects(_bad_microbatches_sync(reports), group)
     where = "; ".join(f"rank {rank}: {', '.join(found)}" for rank, found in enumerate(everyone) if found)
     raise NonFiniteLossError(
         f"loss is not finite at iteration {iteration}: {where or 'an auxiliary loss'}. The model was not updated; "
