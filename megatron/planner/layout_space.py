@@ -7,7 +7,7 @@ layouts that the run's checks reject.
 import argparse
 import copy
 import enum
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import product
@@ -21,7 +21,8 @@ from megatron.training.arguments import core_transformer_config_from_args, parse
 from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import flag_table
-from megatron.training.command_line.parser import build_parser
+from megatron.training.command_line.parser import COMMAND_LINE, given_arguments
+from megatron.training.command_line.values import value_of_word
 from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.setup import setup_tokenizer
 
@@ -271,53 +272,30 @@ class Request:
 
 def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int) -> Request:
     """Parses a pretrain_gpt.py command line without a layout. Raises CommandLineError for invalid words."""
-    given = _given(words)
     parsed = parse_args(argv=list(words))
     if parsed.hierarchical_context_parallel_sizes is not None:
         raise CommandLineError(
             f"--hierarchical-context-parallel-sizes is {parsed.hierarchical_context_parallel_sizes}: the search "
             "supports only one level of context parallelism; drop it, or use --dry-run"
         )
+    given = {name for name, source in given_arguments(parsed).items() if source == COMMAND_LINE}
     assumed = _assumed(parsed, given=given, world_size=world_size)
-    every = [*words, *assumed]
-    args = _on_one_rank_per_stage(parse_args(argv=every))
+    completed = _with_assumed(parsed, assumed)
+    args = _on_one_rank_per_stage(completed)
     check_counted(args)
     setup_tokenizer(args)  # sets the size of the vocabulary
-    fixed: dict[str, Any] = {name: vars(parsed)[dest] for name, dest in _SIZES.items() if dest in given}
-    fixed |= {name: None for name, dests in _NOT_VARIED.items() if given & set(dests)}
-    splits = [name for name in _SPLIT_FLAGS if name in given]
-    if splits:
-        fixed |= _fixed_split(every, fixed, flag=f"--{splits[0].replace('_', '-')}")
-    kinds = layer_kinds(args)
-    flops, end = layer_flops(args, kinds)
-    space = Space(
-        world_size,
-        num_layers=args.num_layers,
-        num_heads=args.num_attention_heads,
-        num_experts=args.num_experts,
-        seq_length=args.seq_length,
-        global_batch=args.global_batch_size,
+    added = [word for name, value in assumed.items() for word in (f"--{name.replace('_', '-')}", *value)]
+    space = _space_of(
+        args,
+        world_size=world_size,
         devices_per_node=devices_per_node,
-        layer_costs=tuple(flops[kind] for kind in kinds),
-        end_cost=end,
-        recompute_modules=recompute_modules(args),
-        further_layers=args.mtp_num_layers or 0,
-        fixed=fixed,
+        fixed={**_fixed_choices(completed, given), **_fixed_split(completed, given)},
     )
-    return Request(tuple(every), args, space, tuple(assumed))
+    return Request((*words, *added), args, space, tuple(added))
 
 
-def _given(words: Sequence[str]) -> set[str]:
-    """Returns the argument names of the flags in `words`, including flags given with their default values."""
-    parser, *_ = build_parser(flag_table(), None)
-    unset = object()
-    names = [action.dest for action in parser._actions]
-    found, _ = parser.parse_known_args(list(words), argparse.Namespace(**dict.fromkeys(names, unset)))
-    return {name for name in names if vars(found).get(name, unset) is not unset}
-
-
-def _assumed(args: argparse.Namespace, *, given: set[str], world_size: int) -> list[str]:
-    """Returns the flags that a run requires and that the user did not give, with assumed values."""
+def _assumed(args: argparse.Namespace, *, given: Set[str], world_size: int) -> dict[str, tuple[str, ...]]:
+    """Returns assumed values, as words, of the arguments that a run requires and that the user did not give."""
     longest = args.max_position_embeddings or _DEFAULT_SEQ_LENGTH
     wanted: Mapping[str, tuple[bool, tuple[str, ...]]] = {
         "bf16": (not (args.bf16 or args.fp16), ()),
@@ -334,37 +312,69 @@ def _assumed(args: argparse.Namespace, *, given: set[str], world_size: int) -> l
             ("NullTokenizer",),
         ),
         "moe_grouped_gemm": (args.num_experts is not None and not args.moe_grouped_gemm, ()),
-        "moe_token_dispatcher_type": (
-            args.num_experts is not None and "moe_token_dispatcher_type" not in given,
-            ("alltoall",),
-        ),
+        "moe_token_dispatcher_type": (args.num_experts is not None, ("alltoall",)),
     }
-    return [
-        word
-        for name, (is_missing, values) in wanted.items()
-        if is_missing and name not in given
-        for word in (f"--{name.replace('_', '-')}", *values)
-    ]
+    return {name: value for name, (is_missing, value) in wanted.items() if is_missing and name not in given}
+
+
+def _with_assumed(args: argparse.Namespace, assumed: Mapping[str, tuple[str, ...]]) -> argparse.Namespace:
+    """Returns the arguments as if the command line had also contained the assumed values."""
+    args, flags = copy.copy(args), flag_table().by_dest
+    for name, value in assumed.items():
+        setattr(args, name, value_of_word(flags[name], value[0]) if value else flags[name].constant)
+    args.given = {**given_arguments(args), **dict.fromkeys(assumed, COMMAND_LINE)}
+    return args
 
 
 def _on_one_rank_per_stage(args: argparse.Namespace, *, stages: int = 1) -> argparse.Namespace:
     """Validates the arguments for one rank per stage, to report errors that do not depend on the layout."""
     args = copy.copy(args)
-    for dest in _SIZES.values():
-        vars(args)[dest] = 1
+    for name in _SIZES.values():
+        setattr(args, name, 1)
     args.pipeline_model_parallel_size = args.world_size = stages
     if stages == 1:
-        vars(args).update({name: False if name.startswith("account") else None for name in _SPLIT_FLAGS})
+        for name in _SPLIT_FLAGS:
+            setattr(args, name, False if name.startswith("account") else None)
     args.sequence_parallel = False
     return validate_args(args)
 
 
-def _fixed_split(words: Sequence[str], fixed: Mapping[str, Any], *, flag: str) -> dict[str, Any]:
-    if "stages" not in fixed:
+def _fixed_choices(args: argparse.Namespace, given: Set[str]) -> dict[str, Any]:
+    """Returns the sizes that the command line gives, and None for each choice that it determines otherwise."""
+    fixed: dict[str, Any] = {name: getattr(args, flag) for name, flag in _SIZES.items() if flag in given}
+    return fixed | {name: None for name, flags in _NOT_VARIED.items() if given & set(flags)}
+
+
+def _fixed_split(args: argparse.Namespace, given: Set[str]) -> dict[str, Any]:
+    """Returns the split of the layers that the command line gives, if any."""
+    flags = [name for name in _SPLIT_FLAGS if name in given]
+    if not flags:
+        return {}
+    if _SIZES["stages"] not in given:
+        flag = f"--{flags[0].replace('_', '-')}"
         raise CommandLineError(f"{flag} is given: give --pipeline-model-parallel-size as well, or drop it")
-    args = _on_one_rank_per_stage(parse_args(argv=list(words)), stages=fixed["stages"])
+    args = _on_one_rank_per_stage(args, stages=args.pipeline_model_parallel_size)
     counts = layers_per_part(core_transformer_config_from_args(args), num_layers=args.num_layers)
     return {"counts": tuple(counts), "chunks": args.virtual_pipeline_model_parallel_size or 1}
+
+
+def _space_of(args: argparse.Namespace, *, world_size: int, devices_per_node: int, fixed: Mapping[str, Any]) -> Space:
+    kinds = layer_kinds(args)
+    flops, end = layer_flops(args, kinds)
+    return Space(
+        world_size,
+        num_layers=args.num_layers,
+        num_heads=args.num_attention_heads,
+        num_experts=args.num_experts,
+        seq_length=args.seq_length,
+        global_batch=args.global_batch_size,
+        devices_per_node=devices_per_node,
+        layer_costs=tuple(flops[kind] for kind in kinds),
+        end_cost=end,
+        recompute_modules=recompute_modules(args),
+        further_layers=args.mtp_num_layers or 0,
+        fixed=fixed,
+    )
 
 
 def recompute_modules(args: argparse.Namespace) -> dict[Recompute, tuple[str, ...]]:
@@ -392,13 +402,12 @@ def layer_flops(args: argparse.Namespace, kinds: Sequence[LayerKind]) -> tuple[d
     return found, with_end - found[kinds[-1]]
 
 
-def _forward_flops(args: argparse.Namespace, kinds: Sequence[LayerKind], **changed: int | None) -> float:
+def _forward_flops(args: argparse.Namespace, kinds: Sequence[LayerKind], *, mtp_num_layers: int | None = None) -> float:
     args = copy.copy(args)
     # Without LoRA, because the forward has a third of the FLOPs only if all weights are trained.
-    args.num_layers, args.mtp_num_layers, args.lora_rank = len(kinds), None, None
+    args.num_layers, args.mtp_num_layers, args.lora_rank = len(kinds), mtp_num_layers, None
     if args.num_experts is not None:
         args.moe_layer_freq = [int(kind.has_experts) for kind in kinds]
-    vars(args).update(changed)
     return num_floating_point_operations(args, 1) / _FORWARDS_IN_TRAINING
 
 

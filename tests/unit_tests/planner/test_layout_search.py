@@ -1,6 +1,7 @@
 """Step times computed from single layers, compared with dry runs of the same layouts."""
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -95,6 +96,26 @@ def test_levels_of_context_parallelism_are_refused_by_name() -> None:
     words = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
     with pytest.raises(CommandLineError, match=r"--hierarchical-context-parallel-sizes is \[2, 2\]: .* use --dry-run"):
         read_request(["--model", *DENSE, *FLAGS.split(), *words.split()], world_size=RANKS, devices_per_node=8)
+
+
+@pytest.mark.parametrize(
+    "words", [DENSE, MIXTURE, (*DENSE, *f"{PIPE} 2 --decoder-first-pipeline-num-layers 3 --lr 1e-3".split())]
+)
+def test_assumed_values_equal_those_of_a_complete_command_line(words: tuple[str, ...]) -> None:
+    request = read_request(["--model", *words], world_size=RANKS, devices_per_node=8)
+    complete = read_request(request.words, world_size=RANKS, devices_per_node=8)
+    assert request.assumed and request.words == ("--model", *words, *request.assumed)
+    assert complete == replace(request, assumed=())
+    assert complete.args.given == request.args.given
+
+
+def test_only_the_command_line_fixes_a_size(tmp_path: Path) -> None:
+    file = tmp_path / "sizes.yaml"
+    file.write_text("tensor_model_parallel_size: 2\nmicro_batch_size: 2\nmoe_token_dispatcher_type: allgather\n")
+    words = ["--model", *MIXTURE, "--config", str(file), "--micro-batch-size", "4"]
+    request = read_request(words, world_size=RANKS, devices_per_node=8)
+    assert request.space.fixed == {"micro_batch": 4}
+    assert request.args.moe_token_dispatcher_type == "alltoall"
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b"])
