@@ -2,6 +2,11 @@
 
 Steps of one and of two microbatches are sufficient, because each further microbatch sends the same messages as the
 second. recorders.py defines the recorders, and plan.py builds the model.
+
+[Note: FSDP2 on the meta device] A unit of fully_shard allocates on its `device`, here the meta device. It takes streams
+and events from the runtime module of that device type. The meta device has none, so the CPU's module is registered for
+it, whose streams do nothing. A unit also rejects parameters on the meta device in its first forward. No option of torch
+disables this check, so that each unit's method is replaced.
 """
 
 import argparse
@@ -16,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 
 from megatron.core.device.torch_internals import TorchDispatchMode
 from megatron.core.optimizer import MegatronOptimizer
@@ -24,9 +28,8 @@ from megatron.core.pipeline_parallel.schedule import ActionKind, Pipeline, stage
 from megatron.core.pipeline_parallel.transfers import Post, Program, pipeline_programs
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.timers import Timers
-from megatron.core.transformer.moe import dispatch_alltoall
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
-from megatron.core.transformer.moe.dispatch_alltoall import RowSplits, exchange_counts
+from megatron.core.transformer.moe.dispatch_alltoall import MoEAlltoAllTokenDispatcher, RowSplits, exchange_counts
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -144,7 +147,7 @@ def trace_step(
     model: the rank's wrapped chunks, on the meta device. batch: one microbatch in the format of forward_step, meta
     tensors [B, S], int64 or fp32.
     """
-    recorder = MessageRecorder(groups)
+    recorder, live = MessageRecorder(groups), LiveBytes()
     work = WorkRecorder(model, live_rows=live_rows(model))
     with traced_steps(
         args, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
@@ -153,23 +156,18 @@ def trace_step(
         with work.recording():
             traced.step(1, batch=batch, modes=[recorder])
         recorder.take()
-        live = LiveBytes()
-        of_one = live if num_microbatches == 1 else None
-        traced.step(1, batch=batch, modes=[recorder], live=of_one)
+        is_short = num_microbatches == 1
+        traced.step(1, batch=batch, modes=[recorder], live=live if is_short else None)
         one = recorder.take()
-        traced.step(2, batch=batch, modes=[recorder], live=None if of_one else live)
-    found = _extrapolated(one, recorder.take(), num_microbatches=num_microbatches)
-    config = get_model_config(model[0])
-    pipeline, round_size = Pipeline(group_size(groups.pp), len(model)), config.microbatch_group_size_per_vp_stage
-    stage = group_rank(groups.pp)
+        traced.step(2, batch=batch, modes=[recorder], live=None if is_short else live)
+        two = recorder.take()
+    pipeline, stage = Pipeline(group_size(groups.pp), len(model)), group_rank(groups.pp)
+    round_size = get_model_config(model[0]).microbatch_group_size_per_vp_stage
+    passes = stage_orders(pipeline, 1, group_size=round_size)[stage]
     program = pipeline_programs(pipeline, num_microbatches, group_size=round_size)[stage]
-    load = StageLoad(
-        work.chunks(stage_orders(pipeline, 1, group_size=round_size)[stage]),
-        merged(by_pass(found, program)),
-        work.update,
-    )
+    traffic = by_pass(_extrapolated(one, two, num_microbatches=num_microbatches), program)
     return StepTrace(
-        load,
+        StageLoad(work.chunks(passes), merged(traffic), work.update),
         frozenset(traced.statistics.found),
         peak=live.peaks[""],
         update_peak=live.peaks[_UPDATE],
@@ -199,9 +197,10 @@ def traced_steps(
     groups: ProcessGroupCollection,
     note: Callable[..., None],
 ) -> Iterator[TracedSteps]:
-    """Prepares the model for traced steps, and yields an object that runs them.
+    """Prepares the model for traced steps, in place, and yields an object that runs them.
 
-    model: wrapped chunks on the meta device. note: called for each fused kernel, like WorkRecorder.note.
+    model: wrapped chunks on the meta device, which can run only traced steps afterwards. note: called for each fused
+    kernel, like WorkRecorder.note.
     """
     steps = setup_steps(
         args,
@@ -220,60 +219,52 @@ def traced_steps(
     steps.statistics = statistics = _NamedStatistics(dist.group.WORLD)
     # Only the first step of a run compares masters with parameters. The plan is for the later steps.
     optimizer.reload_model_params()
-    with fsdp_runs_without_memory(model), _evenly_routed(args, layers, groups=groups), AsFusedKernels(note):
+    _run_fsdp_on_meta(model)
+    _route_evenly(args, layers, groups=groups)
+    with NoValues(_even_share(args, layers, groups=groups)), AsFusedKernels(note):
         yield TracedSteps(steps, optimizer, statistics)
 
 
-@contextmanager
-def fsdp_runs_without_memory(model: Sequence[nn.Module]) -> Iterator[None]:
-    """Makes fully_shard allocate on the meta device inside the block, and use the CPU's streams, which do nothing.
-
-    Changes the FSDP units in place and permanently: their device becomes meta, and they no longer reject meta
-    parameters. Uses private APIs of torch, because fully_shard has no public option to run on the device of its
-    parameters.
-    """
+def _run_fsdp_on_meta(model: Sequence[nn.Module]) -> None:
+    """Makes the FSDP units of a model allocate on the meta device, in place. See [Note: FSDP2 on the meta device]."""
+    meta = torch.device("meta")
     parts = [part for chunk in model for part in chunk.modules() if isinstance(part, FSDPModule)]
-    units = [unit for part in parts for unit in part._get_fsdp_state()._fsdp_param_groups]
+    units: list[Any] = [unit for part in parts for unit in part._get_fsdp_state()._fsdp_param_groups]
+    if units and not hasattr(torch, meta.type):
+        torch._register_device_module(meta.type, torch.cpu)
     for unit in units:
-        unit.device = torch.device("meta")
-        for param in unit.fsdp_params:
-            param.device = torch.device("meta")
-        # This check would reject meta parameters in the first forward.
-        vars(unit)["_validate_no_meta_params"] = lambda: None
-    handle = vars(_fsdp_collectives)["_get_device_handle"]
-    vars(_fsdp_collectives)["_get_device_handle"] = lambda kind: torch.cpu
-    try:
-        yield
-    finally:
-        vars(_fsdp_collectives)["_get_device_handle"] = handle
+        unit._validate_no_meta_params = lambda: None
+        for owner in (unit, *unit.fsdp_params):
+            owner.device = meta
 
 
-@contextmanager
-def _evenly_routed(
-    args: argparse.Namespace, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection
-) -> Iterator[None]:
-    """Makes host reads inside the block return the token counts of even routing, or zeros for other values."""
-    factor = min(1.0, args.moe_expert_capacity_factor or 1.0)
-    gathers = any(isinstance(layer.token_dispatcher, MoEAllGatherTokenDispatcher) for layer in layers)
+def _route_evenly(args: argparse.Namespace, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection) -> None:
+    """Makes MoE layers use the row counts of even routing instead of reading them from the device, in place."""
     tokens = args.micro_batch_size * args.seq_length // (group_size(groups.cp) * group_size(groups.tp))
-    num_rows = round(factor * tokens * (args.moe_router_topk if layers else 0)) * group_size(groups.expt_tp)
+    num_rows = round(_kept_share(args) * tokens * args.moe_router_topk) * group_size(groups.expt_tp)
 
     def even_splits(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
         ranks, own = group_size(group), dist.get_rank(group)
         send = [num_rows // ranks + (rank < num_rows % ranks) for rank in range(ranks)]
         return RowSplits(exchange_counts(counts, group), ranks * send[own], send, [send[own]] * ranks)
 
-    splits_sync = vars(dispatch_alltoall)["_splits_sync"]
-    sequential = [part for layer in layers for part in layer.modules() if isinstance(part, SequentialMLP)]
-    handles = [part.register_forward_pre_hook(_with_even_counts) for part in sequential]
-    vars(dispatch_alltoall)["_splits_sync"] = even_splits
-    try:
-        with NoValues(factor / group_size(groups.ep) if gathers else factor):
-            yield
-    finally:
-        vars(dispatch_alltoall)["_splits_sync"] = splits_sync
-        for handle in handles:
-            handle.remove()
+    for layer in layers:
+        if isinstance(layer.token_dispatcher, MoEAlltoAllTokenDispatcher):
+            layer.token_dispatcher.row_splits_sync = even_splits
+        for part in layer.modules():
+            if isinstance(part, SequentialMLP):
+                part.register_forward_pre_hook(_with_even_counts)
+
+
+def _kept_share(args: argparse.Namespace) -> float:
+    """Returns the share of its rows that an expert keeps under even routing, limited by its capacity."""
+    return min(1.0, args.moe_expert_capacity_factor or 1.0)
+
+
+def _even_share(args: argparse.Namespace, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection) -> float:
+    """Returns the share of set elements in the masks of dispatchers under even routing (see NoValues)."""
+    gathers = any(isinstance(layer.token_dispatcher, MoEAllGatherTokenDispatcher) for layer in layers)
+    return _kept_share(args) / (group_size(groups.ep) if gathers else 1)
 
 
 def _with_even_counts(experts: SequentialMLP, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -63,7 +63,7 @@ CASES = {
     ),
 }
 # Each layer with an exchange reads how many rows it receives from each rank.
-READS_OF_LAYER = {EXPERT_PARALLEL: {"_splits_sync": 1}}
+READS_OF_LAYER = {EXPERT_PARALLEL: {"row_splits_sync": 1}}
 
 
 @pytest.mark.parametrize("flags", CASES, ids=" ".join)

@@ -10,7 +10,7 @@ reverse order: the backward of `wait` starts to send the gradients, the backward
 backward of the overlapped work runs in between.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -84,6 +84,8 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.num_shards, self.num_local_experts = group_size(groups.expt_tp), num_local_experts
         self.num_experts, self.local_expert_indices = config.num_moe_experts, list(local)
         self.is_padded = config.moe_pad_expert_input_to_capacity
+        # Replaced in plans, whose counts have no values to read.
+        self.row_splits_sync: Callable[[Tensor, dist.ProcessGroup], RowSplits] = row_splits_sync
         # Counts experts of all ranks, because a rank sorts its tokens before it sends them.
         self.row_order = build_row_order(config, self.num_ranks * num_local_experts)
 
@@ -138,7 +140,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
             return rows, weights
         if not self.is_padded:
             # With padding every expert has the same number of rows, so counts are only exchanged without it.
-            passage = replace(passage, splits=_splits_sync(passage.splits.counts, self.transport.group))
+            passage = replace(passage, splits=self.row_splits_sync(passage.splits.counts, self.transport.group))
             self._passage = passage
         first, second = (RowExchange(self.transport, passage.splits.send, passage.splits.receive) for _ in range(2))
         rows, weights = first.start(rows), second.start(weights)
@@ -216,7 +218,7 @@ def to_every_shard(
     return probs.unsqueeze(-1).expand_as(copies).flatten(1), copies.flatten(1)
 
 
-def _splits_sync(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
+def row_splits_sync(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
     """Exchanges row counts with all ranks and reads them on the host. Collective.
 
     counts: [ranks, e], int64, number of rows that this rank sends to each expert. NOTE: synchronizes with the device,
