@@ -42,16 +42,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     with exit_on_user_error():
         own, words = _parser().parse_known_args(argv)
         device = planned_device() if own.device is None else device_of_name(own.device, source="--device")
-        if own.gpus is None:
-            raise CommandLineError("missing --gpus: give the number of ranks of the run, for example --gpus 64")
-        if own.gpus < 1:
-            raise CommandLineError(f"--gpus is {own.gpus}: must be at least 1")
-        if own.top < 1:
-            raise CommandLineError(f"--top is {own.top}: must be at least 1")
-        memory = device.memory_bytes if own.memory is None else _bytes(own.memory, "--memory")
-        kept = memory // 10 if own.keep_free is None else _bytes(own.keep_free, "--keep-free")
-        if not 0 <= kept < memory:
-            raise CommandLineError(f"--keep-free is {own.keep_free}: must be less than the memory, {memory} bytes")
+        _check_counts(own)
+        memory, kept = _memory_of(own, device)
         _check_others(own, words)
         request = read_request(words, world_size=own.gpus, devices_per_node=device.devices_per_node)
         costs = LayoutCosts(
@@ -70,6 +62,23 @@ def main(argv: Sequence[str] | None = None) -> None:
             Path(own.json).write_text(json.dumps(found_as_json(found, verified=verified), indent=1), encoding="utf-8")
     if not found.front:
         sys.exit(1)
+
+
+def _check_counts(own: argparse.Namespace) -> None:
+    if own.gpus is None:
+        raise CommandLineError("missing --gpus: give the number of ranks of the run, for example --gpus 64")
+    for flag, count in (("--gpus", own.gpus), ("--top", own.top)):
+        if count < 1:
+            raise CommandLineError(f"{flag} is {count}: must be at least 1")
+
+
+def _memory_of(own: argparse.Namespace, device: Device) -> tuple[int, int]:
+    """Returns the bytes of a rank's memory, and how many of them to keep free."""
+    memory = device.memory_bytes if own.memory is None else _bytes(own.memory, "--memory")
+    kept = memory // 10 if own.keep_free is None else _bytes(own.keep_free, "--keep-free")
+    if not 0 <= kept < memory:
+        raise CommandLineError(f"--keep-free is {own.keep_free}: must be less than the memory, {memory} bytes")
+    return memory, kept
 
 
 def _check_others(own: argparse.Namespace, words: Sequence[str]) -> None:

@@ -103,7 +103,7 @@ def _check_plan_flags(args: argparse.Namespace) -> None:
         ("plan_host_factors", "at least 0", lambda factor: 0 <= factor < math.inf),
         ("plan_page_sizes", "powers of two", lambda size: size >= 1 and size & (size - 1) == 0),
     ):
-        for value in _as_list(vars(args)[name]):
+        for value in _as_list(getattr(args, name)):
             if not is_right(value):
                 raise ValueError(f"--{name.replace('_', '-')} has {value:g}: must be {what}")
     if args.skew is not None:

@@ -251,7 +251,7 @@ def _offload(args: argparse.Namespace) -> list[_Choice]:
 def _advice(args: argparse.Namespace) -> str:
     sizes = ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"]
     sizes += ["--expert-model-parallel-size"] if args.num_experts is not None else []
-    model = "FLAGS" if vars(args).get("model") is None else f"--model {args.model}"
+    model = "FLAGS" if args.model is None else f"--model {args.model}"
     return (
         f"use more GPUs or a larger {', '.join(sizes[:-1])} or {sizes[-1]} "
         f"(tools/plan_layout.py {model} --gpus N finds a layout)"

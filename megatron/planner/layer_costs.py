@@ -367,21 +367,18 @@ def measure_memory(
     """
     kinds = distinct_kinds(args)
     probe = with_known_rows(probe_args(args, [kind for kind in kinds for _ in range(of_each_kind)]))
-    pipeline = pipeline_of(probe, 0)
     parts: dict[str, PartCost] = {}
-    for stage, rank in enumerate(pipeline):
+    for stage, rank in enumerate(pipeline_of(probe, 0)):
         with as_rank(probe, rank):
             # Wrapped in DDP, because layers save different tensors if weight gradients accumulate into buffers.
             model = build_model(model_provider, probe)[0]
-            if not isinstance(unwrap_model(model), GPTModel):
-                raise ValueError(f"the model is a {type(unwrap_model(model)).__name__}: must be a GPTModel")
+            _check_is_gpt(unwrap_model(model))
             found = _parts_of(model, probe, forward_step=forward_step)
             rows = _static_rows(model, probe)
             # The last stage's embedding is a copy.
             names = {EMBEDDING: "embedding copy"} if stage > 0 else {}
             parts |= {names.get(name, name): part for name, part in found.items()}
     inner = unwrap_model(model)
-    mtp = sum(isinstance(part, MoELayer) for part in inner.mtp.modules()) if inner.mtp is not None else 0
     numbers = [(number + 1) * of_each_kind - 1 for number in range(len(kinds))]
     layers = {kind: parts[f"layer {number}"] for kind, number in zip(kinds, numbers, strict=True)}
     return ModelCosts(
@@ -391,9 +388,18 @@ def measure_memory(
         layers,
         parts[END],
         _chunk_cost(parts, inner, args=args, probe=probe, numbers=numbers if of_each_kind > 1 else ()),
-        mtp_expert_layers=mtp,
+        mtp_expert_layers=0 if inner.mtp is None else _num_expert_layers(inner.mtp),
         rows=rows,
     )
+
+
+def _check_is_gpt(model: nn.Module) -> None:
+    if not isinstance(model, GPTModel):
+        raise ValueError(f"the model is a {type(model).__name__}: must be a GPTModel")
+
+
+def _num_expert_layers(model: nn.Module) -> int:
+    return sum(isinstance(part, MoELayer) for part in model.modules())
 
 
 def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> dict[str, PartCost]:

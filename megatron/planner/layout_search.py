@@ -134,32 +134,36 @@ def search(space: Space, costs: "LayoutCosts", *, limit: int, most: int, progres
 
     Raises CommandLineError if no layout is possible.
     """
-    micro_batch = space.fixed.get("micro_batch")
-    if micro_batch and space.global_batch % micro_batch:
-        raise CommandLineError(
-            f"--global-batch-size is {space.global_batch}: must be a multiple of --micro-batch-size ({micro_batch})"
-        )
+    _check_micro_batch(space)
     compared, known = _costs(space, costs, limit=limit, progress=progress)
-    fitting = [one for one in known if one[0].num_bytes <= limit]
     if not compared:
         raise CommandLineError(
             f"no layout uses {space.world_size} GPUs: tensor x pipeline x context must divide this number, and the "
             f"remaining data-parallel ranks must divide the global batch of {space.global_batch}; given sizes: "
             f"{', '.join(f'{name} {value}' for name, value in space.fixed.items() if value is not None) or 'none'}"
         )
+    fitting = [one for one in known if one[0].num_bytes <= limit]
     front = _front(fitting, costs, limit=limit, most=most, progress=progress)
-    nearest = None
-    if not front:
-        if known and not fitting:
-            # costs.cost skips layouts whose parameters exceed twice the limit. With the memory of the smallest known
-            # layout as the limit, it skips no layout that uses less.
-            _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known), progress=progress)
-        nearest = _nearest(sorted(known, key=lambda one: one[0].num_bytes), costs)
-        if nearest is None:
-            too_large = "the parameters of a rank alone exceed twice the memory"
-            why = costs.last_refusal.replace("\n", "; ") or too_large
-            raise CommandLineError(f"none of {compared} layouts is possible: {why}")
-    return Found(tuple(front), nearest, compared, len(fitting))
+    if front:
+        return Found(tuple(front), None, compared, len(fitting))
+    if known and not fitting:
+        # costs.cost skips layouts whose parameters exceed twice the limit. With the memory of the smallest known layout
+        # as the limit, it skips no layout that uses less.
+        _, known = _costs(space, costs, limit=min(cost.num_bytes for cost, _ in known), progress=progress)
+    nearest = _nearest(sorted(known, key=lambda one: one[0].num_bytes), costs)
+    if nearest is None:
+        too_large = "the parameters of a rank alone exceed twice the memory"
+        why = costs.last_refusal.replace("\n", "; ") or too_large
+        raise CommandLineError(f"none of {compared} layouts is possible: {why}")
+    return Found((), nearest, compared, len(fitting))
+
+
+def _check_micro_batch(space: Space) -> None:
+    micro_batch = space.fixed.get("micro_batch")
+    if micro_batch and space.global_batch % micro_batch:
+        raise CommandLineError(
+            f"--global-batch-size is {space.global_batch}: must be a multiple of --micro-batch-size ({micro_batch})"
+        )
 
 
 def _costs(

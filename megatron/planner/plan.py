@@ -255,17 +255,17 @@ def plan_run(
     only_stages: stages to plan and whose parameters are counted; defaults to all. Raises the same errors as a run for
     invalid sizes and for models that cannot be built.
     """
-    stages, is_balanced, traces = [], False, _Traces()
-    stashed: list[Sequence[StashEvent]] = []
     args = copy.copy(args)
     args.ddp_debug = False  # a plan has no values to check
+    stages: list[RankPlan] = []
+    stashed: list[Sequence[StashEvent]] = []
+    traces = _Traces()
     for stage, rank in enumerate(pipeline_of(args, rank_in_stage)):
         if only_stages is not None and stage not in only_stages:
             continue
         with as_rank(args, rank) as groups:
             build = _RankBuild(args, model_provider, stage=stage, groups=groups, config_overrides=config_overrides)
             stages.append(build.plan(rank, forward_step=forward_step_func, traces=traces))
-            is_balanced = is_balanced or build.is_balanced
             stashed.append(build.stash_events)
     if args.moe_paged_stash and not args.skip_train and only_stages is None:
         with flags_named_in_errors():
@@ -274,9 +274,15 @@ def plan_run(
     names = {name for trace in traces.values() for name in trace.step.names}
     stages = [replace(one, load=with_names(one.load, len(names))) for one in stages]
     total, active = count_of({key: size for stage in stages for key, size in stage.sizes.items()}, args)
-    num_microbatches = batch_sizes(args).final_num_microbatches
-    flops = num_floating_point_operations(args, 1)
-    return Plan(stages, total, active, num_microbatches, is_balanced, flops, substitutions(args))
+    return Plan(
+        stages,
+        num_parameters=total,
+        active_parameters=active,
+        num_microbatches=batch_sizes(args).final_num_microbatches,
+        is_balanced=_has_dynamic_rows(args),
+        flops_per_sample=num_floating_point_operations(args, 1),
+        substitutions=substitutions(args),
+    )
 
 
 def pipeline_number_of(args: argparse.Namespace, rank: int) -> int:
@@ -337,69 +343,70 @@ class _RankBuild:
             model = build_model(model_provider, args)
         else:
             model, optimizer, _ = build_model_and_optimizer(model_provider, args, config_overrides=config_overrides)
-        self.model, self._optimizer = model, optimizer
+        self._model, self._optimizer = model, optimizer
+        # An evaluation has no stash.
+        self._expert_memory = None if optimizer is None else build_expert_memory(model, args, groups=groups)
         self._num_microbatches = batch_sizes(args).final_num_microbatches
-        # Without static buffers, the number of an expert's rows depends on the routing.
-        self.is_balanced = args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
-        self.stash_events: Sequence[StashEvent] = ()
+
+    @property
+    def stash_events(self) -> Sequence[StashEvent]:
+        """Events of the stash in a step of the run."""
+        return () if self._expert_memory is None else self._expert_memory.needs.events
 
     def plan(self, rank: int, *, forward_step: ForwardStep, traces: _Traces) -> RankPlan:
         """Plans memory and work of a rank. traces: cache of stage traces, to which the trace of its stage is added."""
-        states, pages = self._states(), self._pages()
         trace = self._trace(forward_step, traces)
         load = trace.step.load
         return RankPlan(
             rank,
             self._stage,
             layers=self._layers(),
-            sizes=parameters_by_key(self.model),
-            memory=self._memory(trace, states=states, pages=pages),
+            sizes=parameters_by_key(self._model),
+            memory=self._memory(trace),
             load=load,
             groups=ranks_by_name(self._groups, load.traffic),
-            buffers=tuple(buffer_layouts(self.model)),
+            buffers=tuple(buffer_layouts(self._model)),
         )
 
     def _layers(self) -> tuple[int, ...]:
-        parts = (part for chunk in unwrap_model(self.model) for part in chunk.modules())
+        parts = (part for chunk in unwrap_model(self._model) for part in chunk.modules())
         return tuple(sorted(part.layer_number for part in parts if isinstance(part, TransformerLayer)))
 
-    def _states(self) -> ModelStates:
-        """Returns the bytes of the model states, without optimizer states for an evaluation."""
-        of_optimizer = {} if self._optimizer is None else self._optimizer.state_bytes
-        return ModelStates(
-            bytes_of(parameter_tensors(self.model)), bytes_of(gradient_tensors(self.model)), **of_optimizer
-        )
-
-    def _pages(self) -> PageBytes:
-        """Returns the bytes of the stash's pages, both 0 for an evaluation."""
-        if self._optimizer is None:
-            return PageBytes()
-        memory = build_expert_memory(self.model, self._args, groups=self._groups)
-        layout = None if memory is None else memory.pool_layout_for(self._num_microbatches)
-        self.stash_events = () if memory is None else memory.needs.events
-        if layout is None:
-            return PageBytes()
-        return PageBytes(layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes)
-
-    def _memory(self, trace: StageTrace, *, states: ModelStates, pages: PageBytes) -> RankMemory:
+    def _memory(self, trace: StageTrace) -> RankMemory:
+        pages = self._pages()
         return RankMemory(
-            states,
+            self._states(),
             pages,
             trace.activations(self._passes(self._num_microbatches), stashes=pages.total > 0),
             # The traced step has at most two microbatches.
             trace.temporary(self._passes(min(2, self._num_microbatches))),
         )
 
+    def _states(self) -> ModelStates:
+        """Returns the bytes of the model states, without optimizer states for an evaluation."""
+        of_optimizer = {} if self._optimizer is None else self._optimizer.state_bytes
+        return ModelStates(
+            bytes_of(parameter_tensors(self._model)), bytes_of(gradient_tensors(self._model)), **of_optimizer
+        )
+
+    def _pages(self) -> PageBytes:
+        """Returns the bytes of the stash's pages, both 0 without a stash."""
+        memory = self._expert_memory
+        layout = None if memory is None else memory.pool_layout_for(self._num_microbatches)
+        if layout is None:
+            return PageBytes()
+        return PageBytes(layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes)
+
     def _passes(self, num_microbatches: int) -> Sequence[Action]:
         """Returns the passes of the stage in a step of num_microbatches."""
-        pipeline = Pipeline(self._args.pipeline_model_parallel_size, len(self.model))
-        group_size = get_model_config(self.model[0]).microbatch_group_size_per_vp_stage
+        pipeline = Pipeline(self._args.pipeline_model_parallel_size, len(self._model))
+        group_size = get_model_config(self._model[0]).microbatch_group_size_per_vp_stage
         return stage_orders(pipeline, num_microbatches, group_size=group_size)[self._stage]
 
     def _trace(self, forward_step: ForwardStep, traces: _Traces) -> StageTrace:
         """Returns the trace of the stage, which stages of the same structure and position share."""
         is_first, is_last = self._stage == 0, self._stage == self._args.pipeline_model_parallel_size - 1
-        key = structure_of(self.model), is_first, is_last
+        key = structure_of(self._model), is_first, is_last
         if key not in traces:
             traces[key] = self._new_trace(forward_step)
         return traces[key]
@@ -407,12 +414,12 @@ class _RankBuild:
     def _new_trace(self, forward_step: ForwardStep) -> StageTrace:
         if self._optimizer is None:
             # An evaluation has no backward.
-            return StageTrace(tuple(SavedSizes(Counter()) for _ in self.model), 0, StepTrace())
+            return StageTrace(tuple(SavedSizes(Counter()) for _ in self._model), 0, StepTrace())
         saved, experts_of_layer = self._saved(forward_step)
         _publish(self._args)
         step = trace_step(
             self._args,
-            self.model,
+            self._model,
             optimizer=self._optimizer,
             forward_step=forward_step,
             groups=self._groups,
@@ -423,8 +430,8 @@ class _RankBuild:
 
     def _saved(self, forward_step: ForwardStep) -> tuple[tuple[SavedSizes, ...], int]:
         """Returns the bytes that a microbatch saves for backward in each chunk, and in the experts of one layer."""
-        args, model = self._args, self.model
-        if self.is_balanced or args.use_torch_fsdp2:
+        args, model = self._args, self._model
+        if _has_dynamic_rows(args) or args.use_torch_fsdp2:
             args = with_known_rows(args)
             _publish(args)
             model = build_model(self._provider, args)
@@ -459,6 +466,11 @@ def _setting(value: Any) -> Any:
     return type(value)
 
 
+def _has_dynamic_rows(args: argparse.Namespace) -> bool:
+    """Returns whether the number of an expert's rows depends on the routing, because its buffers are not static."""
+    return args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
+
+
 def with_known_rows(args: argparse.Namespace) -> argparse.Namespace:
     """Returns the run's arguments, changed so that the number of expert rows does not depend on device data.
 
@@ -467,7 +479,7 @@ def with_known_rows(args: argparse.Namespace) -> argparse.Namespace:
     """
     args = copy.copy(args)
     args.use_torch_fsdp2 = False
-    if args.num_experts is not None and args.moe_expert_rank_capacity_factor is None:
+    if _has_dynamic_rows(args):
         # Padding to a capacity above 1 adds rows. Dropping without padding only removes rows, which is ignored.
         room = args.moe_expert_capacity_factor if args.moe_pad_expert_input_to_capacity else None
         args.moe_expert_rank_capacity_factor, args.moe_grouped_gemm = max(1.0, room or 1.0), True

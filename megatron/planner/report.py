@@ -81,16 +81,21 @@ def print_plan(
     if not fit.fits:
         lines.append(_OTHER_LAYOUTS)
     if args.tensorboard_dir is not None:
-        folder = Path(args.tensorboard_dir)
-        try:
-            files = write_plan(plan_document(plan, args, device=device, step=step, fit=fit), folder)
-        except OSError as error:
-            raise CommandLineError(
-                f"--tensorboard-dir is {folder}: the plan cannot be written there ({error.strerror}); must be a "
-                "folder that exists or can be created"
-            ) from None
-        lines.append(f"written: {' and '.join(map(str, files))}")
+        document = plan_document(plan, args, device=device, step=step, fit=fit)
+        lines.append(_written_line(document, Path(args.tensorboard_dir)))
     print("\n".join(lines))
+
+
+def _written_line(document: Mapping[str, Any], folder: Path) -> str:
+    """Writes the plan into the folder of --tensorboard-dir, and returns a line that names the files."""
+    try:
+        files = write_plan(document, folder)
+    except OSError as error:
+        raise CommandLineError(
+            f"--tensorboard-dir is {folder}: the plan cannot be written there ({error.strerror}); must be a "
+            "folder that exists or can be created"
+        ) from None
+    return f"written: {' and '.join(map(str, files))}"
 
 
 def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:

@@ -54,7 +54,7 @@ class StashFlags:
     @classmethod
     def of(cls, config: TransformerConfig) -> "StashFlags":
         """Copies the fields from a run's configuration."""
-        return cls(**{one.name: vars(config)[one.name] for one in fields(cls)})
+        return cls(**{one.name: getattr(config, one.name) for one in fields(cls)})
 
     @property
     def may_recompute(self) -> bool:
