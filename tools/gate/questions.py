@@ -40,7 +40,7 @@ _EXPERTS = (
 )
 _STAGES = "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 _ZERO = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-_PLAN = "--dry-run --save {folder}"
+_PLAN = "--dry-run --tensorboard-dir {folder}"
 _PROGRAMS = {
     "help": "--help",
     "list of models": "--list-models",
