@@ -173,9 +173,10 @@ class _Answering:
         return self._changed(parse_args(argv=self._words(argv, yaml)))
 
     def ask_read(self) -> Answer:
-        """Values of all arguments by attribute, which includes those of refused flags."""
+        """Names of all arguments, and their values by attribute, which includes those of refused flags."""
         args = parse_args(argv=[])
-        return {dest: self._text(getattr(args, dest, "absent")) for dest in self._dests}
+        values = {dest: self._text(getattr(args, dest, "absent")) for dest in self._dests}
+        return {"names": sorted(vars(args)), "values": values}
 
     def ask_validate(self, argv: list[str], defaults: dict[str, Any] | None = None, twice: bool = False) -> Answer:
         """All derived arguments, and the transformer's configuration."""
