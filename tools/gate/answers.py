@@ -302,9 +302,10 @@ class _Answering:
         text = self._text(path.read_text(encoding="utf-8"))
         if path.name == _PLAN_FILE:
             return json.loads(text)
-        if path.suffix != ".txt":
-            lines = text.splitlines() if path.suffix == ".jsonl" else [text]
-            return [_without_varying(json.loads(line)) for line in lines]
+        if path.suffix == ".json":
+            return _without_varying(json.loads(text))
+        if path.suffix == ".jsonl":
+            return [_without_varying(json.loads(line)) for line in text.splitlines()]
         for varying, name in _VARYING_TEXT:
             text = varying.sub(name, text)
         return text
