@@ -329,4 +329,4 @@ def check_multiple(name: str, value: int, *, of: str, size: int) -> None:
 def validate_precision(config: ModelParallelConfig) -> None:
     """Raises ValueError if the precision flags contradict each other."""
     if config.fp16 and config.bf16:
-        raise ValueError("--fp16 and --bf16 are both given: choose only one precision")
+        raise ValueError("ModelParallelConfig.fp16 and ModelParallelConfig.bf16 are both given: choose one precision")

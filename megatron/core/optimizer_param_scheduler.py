@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, ClassVar, Protocol, TypedDict, cast
 
-from megatron.core.config_field import config_field, validate_fields
+from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.num_microbatches_calculator import BatchSchedule
 
 LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -62,10 +62,7 @@ class OptimizerParamSchedulerConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
-        self.validate_warmup()
-        self.validate_wsd()
-        self.validate_weight_decay()
-        self.validate_load_policy()
+        run_checks(self.validate_warmup, self.validate_wsd, self.validate_weight_decay, self.validate_load_policy)
 
     def validate_warmup(self) -> None:
         for unit in ("iters", "samples"):
@@ -80,8 +77,12 @@ class OptimizerParamSchedulerConfig:
 
     def validate_wsd(self) -> None:
         # The length of the decay determines the other phases, and no default suits all runs.
-        if self.lr_decay_style == "WSD" and self.lr_wsd_decay_iters is None and self.lr_wsd_decay_samples is None:
+        given = [name for name in ("lr_wsd_decay_iters", "lr_wsd_decay_samples") if vars(self)[name] is not None]
+        if self.lr_decay_style == "WSD" and not given:
             raise ValueError("lr_decay_style is WSD: lr_wsd_decay_iters or lr_wsd_decay_samples must be given")
+        if self.lr_decay_style != "WSD" and given:
+            why = f"needs lr_decay_style WSD, which is {self.lr_decay_style}: change one of them"
+            raise ValueError("\n".join(f"{name} {why}" for name in given))
 
     def validate_weight_decay(self) -> None:
         start, end, style = self.start_weight_decay, self.end_weight_decay, self.weight_decay_incr_style

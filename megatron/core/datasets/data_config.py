@@ -94,6 +94,9 @@ class DataConfig:
             parse_split(self.split)
         self.validate_source()
         self.validate_validation()
+        self.dataloader_type = self.dataloader_type or "single"
+        # Causal attention needs no S x S mask.
+        self.create_attention_mask_in_dataloader &= self.reset_attention_mask
 
     def validate_source(self) -> None:
         separate = [words_of(flag, words) for flag, words in self.paths_per_split().items() if words is not None]

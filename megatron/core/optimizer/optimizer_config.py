@@ -411,7 +411,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
 
     def validate_precision(self) -> None:
         if self.fp16 and self.bf16:
-            raise ValueError("OptimizerConfig.fp16 and bf16 are both set: set only one")
+            raise ValueError("OptimizerConfig.fp16 and OptimizerConfig.bf16 are both given: choose one precision")
         if self.min_loss_scale > self.initial_loss_scale:
             raise ValueError(
                 f"OptimizerConfig.min_loss_scale is {self.min_loss_scale}: "

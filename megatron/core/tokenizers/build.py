@@ -65,6 +65,9 @@ class TokenizerConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
+        # Old scripts give only the files.
+        if self.tokenizer_type is None and self.vocab_file is not None and self.merge_file is not None:
+            self.tokenizer_type = "GPT2BPETokenizer"
         self.validate_needs()
 
     def validate_needs(self) -> None:

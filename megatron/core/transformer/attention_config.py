@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
-from megatron.core.config_field import config_field, validate_fields
+from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.transformer.enums import AttnBackend, parse_attn_backend
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 
@@ -177,14 +177,27 @@ def parse_window_size(word: str) -> tuple[int, int]:
 
 def validate_attention(config: AttentionConfig, *, hidden_size: int, num_layers: int) -> None:
     """Raises ValueError if heads or groups do not divide the sizes, or if the window is invalid."""
-    heads, groups = config.num_attention_heads, config.num_query_groups
+    run_checks(
+        partial(validate_head_sizes, config, hidden_size=hidden_size),
+        partial(validate_query_groups, config),
+        partial(validate_window, config, num_layers=num_layers),
+    )
+
+
+def validate_head_sizes(config: AttentionConfig, *, hidden_size: int) -> None:
+    """Raises ValueError if no head width is set and the heads do not divide the hidden size."""
+    heads = config.num_attention_heads
     if config.kv_channels is None and heads and hidden_size % heads:
         raise ValueError(
-            f"hidden_size is {hidden_size}: must be divisible by num_attention_heads ({heads}), or set kv_channels"
+            f"hidden_size is {hidden_size}: must be divisible by num_attention_heads ({heads}), or give kv_channels"
         )
+
+
+def validate_query_groups(config: AttentionConfig) -> None:
+    """Raises ValueError if the query groups do not divide the heads."""
+    heads, groups = config.num_attention_heads, config.num_query_groups
     if groups and heads % groups:
         raise ValueError(f"num_attention_heads is {heads}: must be divisible by num_query_groups ({groups})")
-    validate_window(config, num_layers=num_layers)
 
 
 def validate_qk_clip(config: AttentionConfig, *, multi_latent_attention: bool) -> None:

@@ -12,7 +12,9 @@ from functools import partial
 from typing import Any, TypeVar
 
 from megatron.core.config_field import field_problems, field_spec
-from megatron.core.models.gpt.gpt_config import GPTModelConfig
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
+from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
+from megatron.core.models.gpt.gpt_config import transformer_fields
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import CONFIG_CLASSES, FlagState, FlagTable, field_dest, flag_table
@@ -34,9 +36,9 @@ def core_transformer_config_from_args(
 ) -> TransformerConfig:
     """Builds the transformer's configuration, including fields implied by GPT flags such as --swiglu."""
     with flags_named_in_errors():
-        # GPTModelConfig translates --swiglu and head groups to fields of the transformer.
-        gpt = GPTModelConfig(**_field_values(GPTModelConfig, args))
-        derived = gpt.transformer_fields(
+        # Translates --swiglu and head groups to fields of the transformer.
+        derived = transformer_fields(
+            args,
             hidden_size=args.hidden_size,
             ffn_hidden_size=args.ffn_hidden_size,
             num_query_groups=args.num_query_groups,
@@ -54,20 +56,22 @@ def problems_of_call(call: Callable[[], object]) -> list[str]:
     return []
 
 
-def problems_of_config(config_class: type[Any], args: argparse.Namespace) -> list[str]:
-    """Builds a configuration from the arguments named like its fields, and returns its error lines, if any."""
-    return problems_of_call(partial(config_from_args, config_class, args))
-
-
-def problems_of_configs(args: argparse.Namespace) -> list[str]:
-    """Builds every configuration from the arguments, and returns all error lines."""
-    builders: list[Callable[[argparse.Namespace], Any]] = [
-        partial(core_transformer_config_from_args, config_class=config_class)
-        if issubclass(config_class, TransformerConfig)
-        else partial(config_from_args, config_class)
-        for config_class in CONFIG_CLASSES
-    ]
-    return [problem for builder in builders for problem in problems_of_call(partial(builder, args))]
+def build_configs(args: argparse.Namespace) -> dict[type, Any]:
+    """Builds one object of each configuration class. Raises CommandLineError with the error lines of all classes."""
+    builders: dict[type, Callable[[argparse.Namespace], Any]] = {TransformerConfig: core_transformer_config_from_args}
+    if args.use_torch_fsdp2:
+        builders[DistributedDataParallelConfig] = partial(config_from_args, TorchFullyShardedDataParallelConfig)
+    configs: dict[type, Any] = {}
+    problems: list[str] = []
+    for config_class in CONFIG_CLASSES:
+        build = builders.get(config_class, partial(config_from_args, config_class))
+        try:
+            configs[config_class] = build(args)
+        except CommandLineError as error:
+            problems += str(error).splitlines()
+    if problems:
+        raise CommandLineError("\n".join(dict.fromkeys(problems)))
+    return configs
 
 
 def invalid_values(args: argparse.Namespace) -> dict[str, str]:

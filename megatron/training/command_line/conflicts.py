@@ -7,10 +7,8 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
 from megatron.core.transformer.cuda_graph_config import OF_EXPERTS
 from megatron.core.transformer.moe_config import layers_with_experts
-from megatron.training.command_line.config_builder import problems_of_config
 
 
 def check_graphs(args: argparse.Namespace) -> Iterator[str]:
@@ -216,7 +214,6 @@ def check_fully_sharded(args: argparse.Namespace) -> Iterator[str]:
     for words, is_set, why in _fully_sharded_conflicts(args):
         if is_set:
             yield f"{words} and --use-torch-fsdp2 is given: {why}; leave one of them out"
-    yield from problems_of_config(TorchFullyShardedDataParallelConfig, args)
 
 
 def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
@@ -259,8 +256,8 @@ def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, s
 def check_optimizer(args: argparse.Namespace) -> Iterator[str]:
     """Sets arguments implied by distributed_fused_adam and --optimizer-in-backward, and yields conflicting flags."""
     yield from _check_in_backward(args)
-    args.shard_gradients = args.optimizer == "distributed_fused_adam"
-    if not args.shard_gradients:
+    args.shard_gradients = False
+    if args.optimizer != "distributed_fused_adam":
         return
     args.use_distributed_optimizer = True
     patterns = args.ddp_param_name_patterns_for_fp32_local_accumulation
@@ -288,10 +285,12 @@ def check_optimizer(args: argparse.Namespace) -> Iterator[str]:
                 f"{words} and --optimizer is distributed_fused_adam: {why}; leave it out, or use --optimizer adam with "
                 "--use-distributed-optimizer"
             )
+    # DistributedDataParallelConfig would report the same contradictions again.
+    args.shard_gradients = not any(is_set for _, is_set, _ in contradictions)
 
 
 def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
-    args.release_gradients = args.optimizer_in_backward
+    args.release_gradients = False
     if not args.optimizer_in_backward:
         return
     clip, patterns = args.optimizer_in_backward_clip, args.ddp_param_name_patterns_for_fp32_local_accumulation
@@ -314,6 +313,8 @@ def _check_in_backward(args: argparse.Namespace) -> Iterator[str]:
                 f"{words} and --optimizer-in-backward is given: gradients are allocated during each backward, and "
                 f"{why}; leave one of them out"
             )
+    # DistributedDataParallelConfig would report the same contradictions again.
+    args.release_gradients = not any(is_set for _, is_set, _ in refused)
     if clip == "exact":
         return
     needs_exact = [

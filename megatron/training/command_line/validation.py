@@ -18,24 +18,23 @@ import torch
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.device import without_memory
 from megatron.core.model_parallel_config import check_multiple
-from megatron.core.models.gpt.gpt_config import default_ffn_hidden_size
 from megatron.core.num_microbatches_calculator import NumMicroBatches, build_batch_schedule
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import DEFAULT_ORDER, rank_grids
+from megatron.core.tokenizers import TokenizerConfig
 from megatron.core.transformer.moe.dispatch_flex import require_flex_backend
 from megatron.core.transformer.moe_config import MoEConfig, validate_moe_layer_freq
 from megatron.core.transformer.offload_config import recomputed_parts
 from megatron.core.transformer.pipeline_split import num_parts_in_layout
 from megatron.core.transformer.router_config import RouterConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.command_line.checkpoint_rules import changes_results
 from megatron.training.command_line.config_builder import (
+    build_configs,
     config_from_args,
-    core_transformer_config_from_args,
     flags_named_in_errors,
     invalid_values,
     problems_of_call,
-    problems_of_config,
-    problems_of_configs,
 )
 from megatron.training.command_line.conflicts import check_faults, check_fully_sharded, check_graphs, check_optimizer
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
@@ -57,10 +56,28 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     small = [name for name in needed if vars(args)[name] is None or vars(args)[name] < 1]
     problems = [*check_required(args), *(problem for name, problem in invalid.items() if name not in small)]
     replaced = _replace(args, {name: 1 if name in needed else None for name in (*invalid, *small)})
-    problems += [problem for problem in _derive_and_check(args) if not _names_any(replaced, problem)]
+    found = _derive_and_check(args)
+    # Configurations are built last, because they depend on the derived values.
+    configs: dict[type, Any] = {}
+    try:
+        configs = build_configs(args)
+        check_flex_backend(args, configs[TransformerConfig])
+    except CommandLineError as error:
+        found += str(error).splitlines()
+    problems += [problem for problem in found if not _names_any(replaced, problem)]
     if problems:
         raise CommandLineError("\n".join(dict.fromkeys(problems)))
+    for config_class, names in _DERIVED_BY_CONFIGS.items():
+        vars(args).update({name: vars(configs[config_class])[name] for name in names})
     return args
+
+
+# Fields that their classes derive, and that scripts of Megatron-LM read from the arguments.
+_DERIVED_BY_CONFIGS: dict[type, tuple[str, ...]] = {
+    DataConfig: ("dataloader_type", "create_attention_mask_in_dataloader"),
+    TokenizerConfig: ("tokenizer_type",),
+    TransformerConfig: ("kv_channels", "ffn_hidden_size"),
+}
 
 
 def _apply_defaults(args: argparse.Namespace, defaults: Mapping[str, Any]) -> None:
@@ -95,7 +112,6 @@ def _names_any(flags: Iterable[str], problem: str) -> bool:
 def _derive_and_check(args: argparse.Namespace) -> list[str]:
     """Sets derived arguments, and returns an error message for each conflict."""
     problems = [*check_checkpoints(args), *check_data(args), *_check_sizes(args)]
-    settle_tokenizer(args)
     settle_meanings(args)
     checks = (
         check_rotation,
@@ -108,22 +124,11 @@ def _derive_and_check(args: argparse.Namespace) -> list[str]:
         check_fully_sharded,
         check_graphs,
         check_faults,
-        check_upcycling_flags,
-        derive_shapes,
         derive_run_state,
     )
     for check in checks:
         problems += check(args)
-    # Configurations are built last, because they depend on the derived values.
-    found = problems_of_configs(args)
-    found = found or problems_of_call(partial(check_flex_backend, args))
-    # Configurations repeat some of the checks above with different messages. One message per leading flag is reported.
-    reported = {_first_flag(problem) for problem in problems}
-    return problems + [problem for problem in found if _first_flag(problem) not in reported]
-
-
-def _first_flag(problem: str) -> str:
-    return problem.partition(" ")[0]
+    return problems
 
 
 def _is_set(args: argparse.Namespace, name: str) -> bool:
@@ -156,26 +161,15 @@ def _needed(args: argparse.Namespace) -> list[str]:
 
 
 def check_data(args: argparse.Namespace) -> Iterator[str]:
-    wrong = problems_of_config(DataConfig, args)
-    if wrong:
-        yield from wrong
+    """Yields an error if a run has no data to train on, or no data at all. DataConfig accepts both."""
+    sources = (args.data_path, args.data_args_path, args.train_data_path)
+    # A script that provides the data requires no data flags.
+    if args.dataloader_type == "external" or args.mock_data or any(source is not None for source in sources):
         return
-    # Megatron's scripts read the type from the arguments.
-    args.dataloader_type = args.dataloader_type or "single"
-    if args.dataloader_type == "external":
-        # A script that provides the data requires no data flags.
-        return
-    if not config_from_args(DataConfig, args).names_data():
+    if args.valid_data_path is None and args.test_data_path is None:
         yield "no data: give --data-path PREFIX, or --mock-data to train on synthetic tokens"
-    needs_train = args.valid_data_path is not None or args.test_data_path is not None
-    if needs_train and args.train_data_path is None and not args.skip_train:
+    elif not args.skip_train:
         yield "--valid-data-path and --test-data-path need --train-data-path: add it, or --skip-train"
-
-
-def settle_tokenizer(args: argparse.Namespace) -> None:
-    """Sets the tokenizer type for scripts that give only the tokenizer's files."""
-    if args.tokenizer_type is None and args.vocab_file is not None and args.merge_file is not None:
-        args.tokenizer_type = "GPT2BPETokenizer"
 
 
 # Section: layout, batches and length.
@@ -247,11 +241,7 @@ def derive_virtual_stages(args: argparse.Namespace) -> Iterator[str]:
     stages, layout = args.pipeline_model_parallel_size, args.pipeline_model_parallel_layout
     args.virtual_pipeline_model_parallel_size = None
     if layers is not None and pieces is not None:
-        yield (
-            f"--num-layers-per-virtual-pipeline-stage is {layers} and --num-virtual-stages-per-pipeline-rank is "
-            f"{pieces}: give one of them"
-        )
-        return
+        return  # an error of VirtualStagesConfig
     if layout is not None:
         if layers is not None or pieces is not None:
             flag = (
@@ -259,17 +249,14 @@ def derive_virtual_stages(args: argparse.Namespace) -> Iterator[str]:
                 if pieces is None
                 else "--num-virtual-stages-per-pipeline-rank"
             )
-            yield (f"--pipeline-model-parallel-layout already defines the layers of every virtual stage: drop {flag}")
-            return
+            yield f"--pipeline-model-parallel-layout already defines the layers of every virtual stage: drop {flag}"
+            layers = None
         wrong = problems_of_call(lambda: _check_stages_of_layout(layout, stages))
         if wrong:
             yield from wrong
             return
         pieces = num_parts_in_layout(layout) // stages
     if layers is not None:
-        if layers < 1:
-            yield f"--num-layers-per-virtual-pipeline-stage is {layers}: must be at least 1"
-            return
         if args.num_layers % (stages * layers):
             yield (
                 f"--num-layers is {args.num_layers}: must be a multiple of --pipeline-model-parallel-size x "
@@ -366,10 +353,6 @@ def settle_meanings(args: argparse.Namespace) -> None:
         _settle_adapters,
     )
     notes = [note for settle in settled if (note := settle(args))]
-    # Causal attention needs no S x S mask, and scripts pass the argument on to the datasets they build.
-    args.create_attention_mask_in_dataloader &= args.reset_attention_mask
-    # An evaluation of random weights is meaningless.
-    args.exit_on_missing_checkpoint |= args.skip_train
     if notes and is_first_rank():
         print("\n".join(f"note: {note}" for note in notes), file=sys.stderr, flush=True)
 
@@ -476,16 +459,10 @@ def check_rotation(args: argparse.Namespace) -> Iterator[str]:
     """Sets the position-embedding type from its older flag, and yields errors for rotary flags without rope."""
     if args.use_rotary_position_embeddings:
         yield from _rotate(args)
-    if _is_set(args, "rope_scaling_factor") and not args.use_rope_scaling:
-        yield "--rope-scaling-factor needs --use-rope-scaling: add it, or drop the factor"
     yield from name_yarn_once(args)
     if args.position_embedding_type == "rope":
         return
-    # Old scripts add this flag to rope, where it has no effect.
-    if not args.add_position_embedding and args.position_embedding_type != "none":
-        yield "--no-position-embedding alone is no longer supported: add --position-embedding-type none"
-    names = ("rotary_percent", "rotary_interleaved", "rotary_seq_len_interpolation_factor", "use_rope_scaling")
-    for name in (*names, "rope_type"):
+    for name in ("rotary_interleaved", "rope_type"):
         if _is_set(args, name):
             flag = f"--{name.replace('_', '-')}"
             yield f"{flag} needs --position-embedding-type rope: add it, or drop {flag}"
@@ -545,7 +522,9 @@ def check_attention(args: argparse.Namespace) -> Iterator[str]:
     if args.apply_wd_to_qk_layernorm and not args.qk_layernorm:
         yield "--apply-wd-to-qk-layernorm needs --qk-layernorm: add it, or drop --apply-wd-to-qk-layernorm"
     # 1 is Megatron-LM's default, which scripts that print their arguments pass along. It means "not given".
-    if not args.group_query_attention and args.num_query_groups not in (None, 1):
+    if args.group_query_attention:
+        args.num_query_groups = args.num_query_groups or 1
+    elif args.num_query_groups not in (None, 1):
         yield (
             f"--num-query-groups is {args.num_query_groups} without --group-query-attention: add it, or drop "
             "--num-query-groups"
@@ -556,60 +535,36 @@ def check_experts(args: argparse.Namespace) -> Iterator[str]:
     """Yields errors for expert flags of a dense model, for layer patterns, and for a router that cannot learn."""
     if args.num_experts is not None:
         yield from _check_layer_pattern(args)
-        if not problems_of_config(RouterConfig, args) and config_from_args(RouterConfig, args).has_constant_weights:
+        if config_from_args(RouterConfig, args).has_constant_weights:
             yield (
                 "--moe-router-topk is 1: the weight of a single expert is always 1, so its router cannot learn; "
                 "use at least 2, or add --moe-router-pre-softmax or --moe-router-score-function sigmoid"
             )
         return
+    # Not errors of MoEConfig, because Python code may build a dense model with settings of experts.
     for flag in flags_of_class(MoEConfig):
         if _is_set(args, flag.dest):
             yield f"{flag.flags[0]} needs --num-experts: add it, or drop {flag.flags[0]}"
+            vars(args)[flag.dest] = flag.default  # so that other checks do not report it again
+    if args.moe_use_upcycling:
+        yield "--moe-use-upcycling needs --num-experts: add it, or drop --moe-use-upcycling"
 
 
 def _check_layer_pattern(args: argparse.Namespace) -> list[str]:
     """Checks --moe-layer-freq. After an error, sets it to 1, so that other checks can continue."""
-    if problems_of_config(MoEConfig, args):
-        return []
     wrong = problems_of_call(lambda: validate_moe_layer_freq(config_from_args(MoEConfig, args), args.num_layers))
     if wrong:
         args.moe_layer_freq = 1
     return wrong
 
 
-def check_flex_backend(args: argparse.Namespace) -> None:
-    """Raises an error if the token dispatcher's backend is unavailable.
+def check_flex_backend(args: argparse.Namespace, config: TransformerConfig) -> None:
+    """Raises CommandLineError if the token dispatcher's backend is unavailable.
 
     Checked on all ranks, because ranks without experts would otherwise wait forever for ranks that fail.
     """
-    with without_memory() if args.dry_run else nullcontext():
-        require_flex_backend(core_transformer_config_from_args(args))
-
-
-def check_upcycling_flags(args: argparse.Namespace) -> Iterator[str]:
-    """Yields errors for missing flags that --moe-use-upcycling requires: experts, and a checkpoint to copy from."""
-    if not args.moe_use_upcycling:
-        return
-    for flag, value in (("--num-experts", args.num_experts), ("--load", args.load or args.pretrained_checkpoint)):
-        if value is None:
-            yield f"--moe-use-upcycling needs {flag}: add it, or drop --moe-use-upcycling"
-
-
-def derive_shapes(args: argparse.Namespace) -> Iterator[str]:
-    """Sets --kv-channels, --num-query-groups and --ffn-hidden-size if unset, because scripts read them."""
-    if args.group_query_attention and args.num_query_groups is None:
-        args.num_query_groups = 1
-    if args.kv_channels is None and args.multi_latent_attention:
-        args.kv_channels = args.qk_head_dim + args.qk_pos_emb_head_dim
-    if args.kv_channels is None:
-        if args.hidden_size % args.num_attention_heads:
-            yield (
-                f"--hidden-size is {args.hidden_size}: must be divisible by --num-attention-heads "
-                f"({args.num_attention_heads}), or give --kv-channels"
-            )
-        args.kv_channels = max(1, args.hidden_size // args.num_attention_heads)
-    if args.ffn_hidden_size is None:
-        args.ffn_hidden_size = default_ffn_hidden_size(args.hidden_size, swiglu=args.swiglu)
+    with flags_named_in_errors(), without_memory() if args.dry_run else nullcontext():
+        require_flex_backend(config)
 
 
 # Section: schedules, logs and checkpoints.
@@ -619,10 +574,6 @@ def check_schedule(args: argparse.Namespace) -> Iterator[str]:
     if args.lr is not None and args.lr_warmup_init > args.lr:
         yield f"--lr-warmup-init is {args.lr_warmup_init}: must be at most --lr, which is {args.lr}"
     for unit in ("iters", "samples"):
-        if vars(args)[f"lr_wsd_decay_{unit}"] is not None and args.lr_decay_style != "WSD":
-            yield (
-                f"--lr-wsd-decay-{unit} needs --lr-decay-style WSD, which is {args.lr_decay_style}: change one of them"
-            )
         warmup, length = vars(args)[f"lr_warmup_{unit}"], vars(args)[f"train_{unit}"]
         # The scheduler checks warm-up against --lr-decay. Without it, the schedule has the run's length, checked here.
         if args.lr_warmup_fraction is None and vars(args)[f"lr_decay_{unit}"] is None and length:
@@ -633,8 +584,6 @@ def check_schedule(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_logging(args: argparse.Namespace) -> Iterator[str]:
-    if args.wandb_project is not None and args.wandb_exp_name is None:
-        yield f"--wandb-project is {args.wandb_project} without --wandb-exp-name: give the run a name"
     if args.wandb_project is not None and args.wandb_save_dir is None and args.save is None:
         yield (f"--wandb-project is {args.wandb_project}: needs --wandb-save-dir or --save as the folder for its files")
     if args.log_progress and args.save is None:
@@ -647,33 +596,20 @@ def check_logging(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
-    loads = args.load is not None or args.pretrained_checkpoint is not None
-    for name in ("finetune", "ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint"):
-        # Only None and False mean "not given", because step 0 is a valid step.
-        value = vars(args)[name]
-        if value is not None and value is not False and not loads:
-            yield f"--{name.replace('_', '-')} needs --load: give the folder of the checkpoint"
     if args.finetune and args.use_checkpoint_opt_param_scheduler:
         yield (
             "--use-checkpoint-opt-param-scheduler with --finetune: training starts at iteration 0 with a schedule of "
             "its own; drop one of them"
         )
-    if args.skip_train and not loads:
+    if args.skip_train and args.load is None and args.pretrained_checkpoint is None:
         yield "--skip-train evaluates the checkpoint of --load: give the folder of the checkpoint"
-    for name in ("save_interval", "async_save", "save_retain_interval"):
-        if vars(args)[name] and args.save is None:
-            yield f"--{name.replace('_', '-')} needs --save: give the folder for the checkpoints"
-    if args.ckpt_format == "torch" and args.save is not None:
-        yield (
-            f"--ckpt-format is torch with --save {args.save}: that format can only be read; use torch_dist, with "
-            "which --load still detects and reads it"
-        )
+    elif args.skip_train:
+        # An evaluation of random weights is meaningless.
+        args.exit_on_missing_checkpoint = True
 
 
 def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
     """Sets params_dtype and the counters at which the run starts, and yields errors for conflicting precisions."""
-    if args.fp16 and args.bf16:
-        yield "--fp16 and --bf16 are both given: choose one precision"
     if args.fp32_residual_connection and not (args.fp16 or args.bf16):
         yield (
             "--fp32-residual-connection needs --bf16 or --fp16: in fp32 training the residual stream is always "

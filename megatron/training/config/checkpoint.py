@@ -1,5 +1,6 @@
 """Defines checkpoint settings: folders to save to and load from, and the content of checkpoints."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -88,3 +89,27 @@ class CheckpointConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
+        problems = [*self._problems_of_load(), *self._problems_of_save()]
+        if problems:
+            raise ValueError("\n".join(f"CheckpointConfig.{problem}" for problem in problems))
+
+    def _problems_of_load(self) -> Iterator[str]:
+        if self.load is not None or self.pretrained_checkpoint is not None:
+            return
+        for name in ("finetune", "ckpt_step", "use_checkpoint_args", "exit_on_missing_checkpoint"):
+            # Only None and False mean "not given", because step 0 is a valid step.
+            value = vars(self)[name]
+            if value is not None and value is not False:
+                yield f"{name} needs CheckpointConfig.load: give the folder of the checkpoint"
+        if self.moe_use_upcycling:
+            yield "moe_use_upcycling needs CheckpointConfig.load: add it, or drop moe_use_upcycling"
+
+    def _problems_of_save(self) -> Iterator[str]:
+        for name in ("save_interval", "async_save", "save_retain_interval"):
+            if vars(self)[name] and self.save is None:
+                yield f"{name} needs CheckpointConfig.save: give the folder for the checkpoints"
+        if self.ckpt_format == "torch" and self.save is not None:
+            yield (
+                f"ckpt_format is torch with CheckpointConfig.save {self.save}: that format can only be read; use "
+                "torch_dist, with which CheckpointConfig.load still detects and reads it"
+            )

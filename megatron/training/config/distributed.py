@@ -21,6 +21,12 @@ class VirtualStagesConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
+        layers, stages = self.num_layers_per_virtual_pipeline_stage, self.num_virtual_stages_per_pipeline_rank
+        if layers is not None and stages is not None:
+            raise ValueError(
+                f"VirtualStagesConfig.num_layers_per_virtual_pipeline_stage is {layers} and "
+                f"num_virtual_stages_per_pipeline_rank is {stages}: give one of them"
+            )
 
 
 @dataclass(kw_only=True)

@@ -73,6 +73,10 @@ class LoggingConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
+        if self.wandb_project is not None and self.wandb_exp_name is None:
+            raise ValueError(
+                f"LoggingConfig.wandb_project is {self.wandb_project} without wandb_exp_name: give the run a name"
+            )
 
     @property
     def is_compact(self) -> bool:

@@ -306,9 +306,9 @@ def test_all_contradictions_are_told_at_once() -> None:
     [
         (
             "--num-experts 2 --moe-layer-freq 0 --cuda-graph-impl local --ckpt-step 1",
-            ["--ckpt-step needs --load", "--moe-layer-freq is 0: must be at least 1"],
+            ["--moe-layer-freq is 0: must be at least 1", "--ckpt-step needs --load"],
         ),
-        ("--recompute-granularity full --ckpt-step 1", ["--ckpt-step needs --load", "--recompute-granularity is full"]),
+        ("--recompute-granularity full --ckpt-step 1", ["--recompute-granularity is full", "--ckpt-step needs --load"]),
         ("--train-iters=-1", ["--train-iters is -1: must be at least 1"]),
         ("--split 0,0,0", ["--split is '0,0,0': must be up to three numbers for train,valid,test, not all 0"]),
     ],

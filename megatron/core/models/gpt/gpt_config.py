@@ -7,10 +7,11 @@ from typing import Any, ClassVar
 import torch.nn.functional as F
 
 from megatron.core.activations import quick_gelu, squared_relu
-from megatron.core.config_field import config_field, validate_fields
+from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.model_parallel_config import XavierUniformInit
 
 POSITION_EMBEDDINGS = ("learned_absolute", "rope", "yarn", "none")
+_ROPE_SCALING_FACTOR = 8.0
 
 
 @dataclass(kw_only=True)
@@ -51,7 +52,7 @@ class GPTModelConfig:
         False, help="Reduce low rotary frequencies for longer contexts, as in Llama 3.1."
     )
     rope_scaling_factor: float = config_field(
-        8.0, help="Factor by which --use-rope-scaling divides the lowest frequencies.", at_least=1
+        _ROPE_SCALING_FACTOR, help="Factor by which --use-rope-scaling divides the lowest frequencies.", at_least=1
     )
     spec: list[str] | None = config_field(
         None,
@@ -82,8 +83,13 @@ class GPTModelConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
+        run_checks(self.validate_spec, self.validate_activation, self.validate_rotation)
+
+    def validate_spec(self) -> None:
         if self.spec is not None and len(self.spec) != 2:
             raise ValueError(f"GPTModelConfig.spec is {self.spec}: must be a Python module and a name in it")
+
+    def validate_activation(self) -> None:
         chosen = [name for name in ("swiglu", "quick_geglu", "squared_relu") if vars(self)[name]]
         if len(chosen) > 1:
             raise ValueError(
@@ -91,28 +97,56 @@ class GPTModelConfig:
                 "only one activation, so remove one of them"
             )
 
-    def transformer_fields(
-        self, *, hidden_size: int, ffn_hidden_size: int | None, num_query_groups: int | None
-    ) -> dict[str, Any]:
-        """Returns the TransformerConfig fields derived from these settings and the given command-line values."""
-        functions: dict[str, Callable[..., Any]] = {
-            "swiglu": F.silu,
-            "quick_geglu": quick_gelu,
-            "squared_relu": squared_relu,
-        }
-        activation = next((function for name, function in functions.items() if vars(self)[name]), F.gelu)
-        # Not `or`, because a width of 0 must be rejected, not replaced.
-        if ffn_hidden_size is None:
-            ffn_hidden_size = default_ffn_hidden_size(hidden_size, swiglu=self.swiglu)
-        methods = ("init_method", "output_layer_init_method") if self.init_method_xavier_uniform else ()
-        return {
-            **dict.fromkeys(methods, XavierUniformInit()),
-            "activation_func": activation,
-            "gated_linear_unit": self.swiglu or self.quick_geglu,
-            "ffn_hidden_size": ffn_hidden_size,
-            # --num-query-groups has no effect without --group-query-attention, as in Megatron-LM.
-            "num_query_groups": (num_query_groups or 1) if self.group_query_attention else None,
-        }
+    def validate_rotation(self) -> None:
+        """Raises ValueError for rotary settings without rope, and for a position embedding disabled in only one way."""
+        problems = []
+        if self.rope_scaling_factor != _ROPE_SCALING_FACTOR and not self.use_rope_scaling:
+            problems.append("GPTModelConfig.rope_scaling_factor needs use_rope_scaling: add it, or drop the factor")
+        if self.position_embedding_type not in ("rope", "yarn"):
+            # Old scripts also give --no-position-embedding with rope, where it has no effect.
+            if not self.add_position_embedding and self.position_embedding_type != "none":
+                problems.append(
+                    "--no-position-embedding alone is no longer supported: add --position-embedding-type none"
+                )
+            given = {
+                "rotary_percent": self.rotary_percent != 1,
+                "rotary_seq_len_interpolation_factor": self.rotary_seq_len_interpolation_factor is not None,
+                "use_rope_scaling": self.use_rope_scaling,
+            }
+            problems += [
+                f"GPTModelConfig.{name} needs position_embedding_type rope: add it, or drop {name}"
+                for name, is_given in given.items()
+                if is_given
+            ]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+def transformer_fields(
+    settings: Any, *, hidden_size: int, ffn_hidden_size: int | None, num_query_groups: int | None
+) -> dict[str, Any]:
+    """Returns the TransformerConfig fields derived from GPT settings and the given command-line values.
+
+    settings: the fields of GPTModelConfig as attributes. Other settings may be invalid.
+    """
+    functions: dict[str, Callable[..., Any]] = {
+        "swiglu": F.silu,
+        "quick_geglu": quick_gelu,
+        "squared_relu": squared_relu,
+    }
+    activation = next((function for name, function in functions.items() if vars(settings)[name]), F.gelu)
+    # Not `or`, because a width of 0 must be rejected, not replaced.
+    if ffn_hidden_size is None:
+        ffn_hidden_size = default_ffn_hidden_size(hidden_size, swiglu=settings.swiglu)
+    methods = ("init_method", "output_layer_init_method") if settings.init_method_xavier_uniform else ()
+    return {
+        **dict.fromkeys(methods, XavierUniformInit()),
+        "activation_func": activation,
+        "gated_linear_unit": settings.swiglu or settings.quick_geglu,
+        "ffn_hidden_size": ffn_hidden_size,
+        # --num-query-groups has no effect without --group-query-attention, as in Megatron-LM.
+        "num_query_groups": (num_query_groups or 1) if settings.group_query_attention else None,
+    }
 
 
 def default_ffn_hidden_size(hidden_size: int, *, swiglu: bool) -> int:

@@ -8,7 +8,7 @@ import torch
 
 from benchmarks.plain_model import PlainConfig, PlainGroupedMoE, PlainModel, copy_weights
 from megatron.core.logical_tensors import model_logical_pieces
-from megatron.core.models.gpt.gpt_config import GPTModelConfig
+from megatron.core.models.gpt.gpt_config import GPTModelConfig, transformer_fields
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tokenizers import vocab_size_with_padding
 from megatron.core.transformer.enums import AttnBackend
@@ -302,7 +302,7 @@ def test_too_long_a_sequence_is_refused(positions: str) -> None:
 
 def test_command_line_settings_become_transformer_fields() -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "ffn_hidden_size": None, "num_query_groups": 2}
-    assert GPTModelConfig(swiglu=True).transformer_fields(**sizes)["ffn_hidden_size"] == 640
-    assert GPTModelConfig().transformer_fields(**sizes)["ffn_hidden_size"] == 1024
-    assert GPTModelConfig().transformer_fields(**sizes)["num_query_groups"] is None
-    assert GPTModelConfig(group_query_attention=True).transformer_fields(**sizes)["num_query_groups"] == 2
+    assert transformer_fields(GPTModelConfig(swiglu=True), **sizes)["ffn_hidden_size"] == 640
+    assert transformer_fields(GPTModelConfig(), **sizes)["ffn_hidden_size"] == 1024
+    assert transformer_fields(GPTModelConfig(), **sizes)["num_query_groups"] is None
+    assert transformer_fields(GPTModelConfig(group_query_attention=True), **sizes)["num_query_groups"] == 2
