@@ -1,10 +1,11 @@
 """Command-line flags for data paths, splits and reading. Samples are created in gpt_dataset.py."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
-from megatron.core.config_field import config_field, validate_fields
+from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.datasets.utils import DEFAULT_SPLIT, Blend, get_blend_from_list, parse_split
 
 
@@ -90,10 +91,7 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
-        if self.split is not None:
-            parse_split(self.split)
-        self.validate_source()
-        self.validate_validation()
+        run_checks(partial(parse_split, self.split or DEFAULT_SPLIT), self.validate_source, self.validate_validation)
         self.dataloader_type = self.dataloader_type or "single"
         # Causal attention needs no S x S mask.
         self.create_attention_mask_in_dataloader &= self.reset_attention_mask

@@ -1,6 +1,6 @@
 """Builds configuration objects from parsed arguments, with errors that name flags instead of fields.
 
-validation.py checks arguments against each other.
+validation.py checks arguments of several configurations against each other.
 """
 
 import argparse

@@ -1,6 +1,8 @@
 """Checks flags of CUDA graphs, FSDP2, gradient-sharding optimizers and bad-step policies against other flags.
 
-Each check yields a line for each conflicting flag. Checks of flags within one area are in validation.py.
+Each check yields a line for each conflicting flag. validation.py checks sizes, data, positions, schedules and
+checkpoints. Most conflicts with CUDA graphs concern only fields of TransformerConfig, but that class accepts them:
+tools/check_capture.py builds such models to find the operations that cannot be captured.
 """
 
 import argparse

@@ -1,6 +1,7 @@
-"""Validates and completes the arguments: derived sizes, layout, batches, model, schedules, checkpoints and launcher.
+"""Completes and checks arguments of several configuration classes: sizes, layout, batches, model, schedules, launcher.
 
-Each configuration class checks its own fields. conflicts.py checks modes that exclude other flags.
+Each configuration class checks and derives its own fields when it is built, at the end of validate_args. conflicts.py
+checks modes that exclude other flags.
 """
 
 import argparse
@@ -26,7 +27,6 @@ from megatron.core.transformer.moe.dispatch_flex import require_flex_backend
 from megatron.core.transformer.moe_config import MoEConfig, validate_moe_layer_freq
 from megatron.core.transformer.offload_config import recomputed_parts
 from megatron.core.transformer.pipeline_split import num_parts_in_layout
-from megatron.core.transformer.router_config import RouterConfig
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.command_line.checkpoint_rules import changes_results
 from megatron.training.command_line.config_builder import (
@@ -58,7 +58,6 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     replaced = _replace(args, {name: 1 if name in needed else None for name in (*invalid, *small)})
     found = _derive_and_check(args)
     # Configurations are built last, because they depend on the derived values.
-    configs: dict[type, Any] = {}
     try:
         configs = build_configs(args)
         check_flex_backend(args, configs[TransformerConfig])
@@ -114,8 +113,8 @@ def _derive_and_check(args: argparse.Namespace) -> list[str]:
     problems = [*check_checkpoints(args), *check_data(args), *_check_sizes(args)]
     settle_meanings(args)
     checks = (
-        check_rotation,
-        check_positions,
+        derive_rotation,
+        derive_max_positions,
         check_attention,
         check_experts,
         check_schedule,
@@ -186,7 +185,8 @@ def check_layout(args: argparse.Namespace) -> Iterator[str]:
     After an error, the former is 1 or the latter is None, so that other checks can continue.
     """
     tensor_size, context_size = args.tensor_model_parallel_size, args.context_parallel_size
-    # As in Megatron-LM, scripts may leave --sequence-parallel on when they set the tensor-parallel size to 1.
+    # As in Megatron-LM, scripts may leave --sequence-parallel on when they set the tensor-parallel size to 1. Not
+    # derived by TransformerConfig, whose size of 1 may be replaced by the size of the model's groups.
     args.sequence_parallel = args.sequence_parallel and tensor_size > 1
     yield from problems_of_call(partial(_derive_replicas, args))
     if context_size > 1:
@@ -349,8 +349,7 @@ def settle_meanings(args: argparse.Namespace) -> None:
         _settle_context,
         _settle_positions,
         _settle_unused,
-        _settle_wandb,
-        _settle_adapters,
+        _settle_unneeded,
     )
     notes = [note for settle in settled if (note := settle(args))]
     if notes and is_first_rank():
@@ -435,31 +434,38 @@ def _settings_of_other_optimizers(optimizer: str) -> list[str]:
     return [field.name for field in fields(OptimizerConfig) if field.name.startswith(prefixes)] if prefixes else []
 
 
-def _settle_wandb(args: argparse.Namespace) -> str | None:
-    given = [name for name in ("wandb_exp_name", "wandb_save_dir", "wandb_entity") if _is_set(args, name)]
-    if not given or args.wandb_project is not None:
-        return None
-    names = ", ".join(flag_table().by_dest[name].flags[0] for name in given)
-    return f"{names} has no effect without --wandb-project: nothing is logged to Weights & Biases"
-
-
-def _settle_adapters(args: argparse.Namespace) -> str | None:
-    """Returns a note about adapter flags without effect. Not an error, because merged checkpoints store these flags."""
-    given = [name for name in ("lora_alpha", "lora_target_modules") if _is_set(args, name)]
-    if not given or args.lora_rank is not None:
-        return None
-    names = ", ".join(flag_table().by_dest[name].flags[0] for name in given)
-    return f"{names} has no effect without --lora-rank: there are no adapters, and all weights are trained"
+def _settle_unneeded(args: argparse.Namespace) -> str | None:
+    """Returns a note about details of features that are off, wherever the details come from."""
+    wandb, adapters = ("wandb_exp_name", "wandb_save_dir", "wandb_entity"), ("lora_alpha", "lora_target_modules")
+    needed = (
+        ("wandb_project", wandb, "nothing is logged to Weights & Biases"),
+        # Checkpoints of merged adapters store these flags.
+        ("lora_rank", adapters, "there are no adapters, and all weights are trained"),
+    )
+    notes = []
+    for needs, names, why in needed:
+        flags = [flag_table().by_dest[name].flags[0] for name in names if _is_set(args, name)]
+        if flags and vars(args)[needs] is None:
+            notes.append(f"{', '.join(flags)} has no effect without {flag_table().by_dest[needs].flags[0]}: {why}")
+    return "\nnote: ".join(notes) or None
 
 
 # Section: the model.
 
 
-def check_rotation(args: argparse.Namespace) -> Iterator[str]:
-    """Sets the position-embedding type from its older flag, and yields errors for rotary flags without rope."""
+def derive_rotation(args: argparse.Namespace) -> Iterator[str]:
+    """Sets position_embedding_type and rope_type from their other names, and yields errors for contradictions."""
     if args.use_rotary_position_embeddings:
         yield from _rotate(args)
-    yield from name_yarn_once(args)
+    if args.position_embedding_type == "yarn":
+        if args.rope_type == "rope":
+            yield "--position-embedding-type is yarn and --rope-type is rope: drop one of them"
+        args.position_embedding_type, args.rope_type = "rope", "yarn"
+    if args.rope_type == "yarn" and args.use_rope_scaling:
+        yield (
+            "--use-rope-scaling and --rope-type yarn both scale the frequencies: give only one of them; yarn uses "
+            "--rotary-scaling-factor"
+        )
     if args.position_embedding_type == "rope":
         return
     for name in ("rotary_interleaved", "rope_type"):
@@ -479,20 +485,8 @@ def _rotate(args: argparse.Namespace) -> Iterator[str]:
         args.position_embedding_type = "rope"
 
 
-def name_yarn_once(args: argparse.Namespace) -> Iterator[str]:
-    """Converts --position-embedding-type yarn to rope with --rope-type yarn, and yields errors for conflicts."""
-    if args.position_embedding_type == "yarn":
-        if args.rope_type == "rope":
-            yield "--position-embedding-type is yarn and --rope-type is rope: drop one of them"
-        args.position_embedding_type, args.rope_type = "rope", "yarn"
-    if args.rope_type == "yarn" and args.use_rope_scaling:
-        yield (
-            "--use-rope-scaling and --rope-type yarn both scale the frequencies: give only one of them; yarn uses "
-            "--rotary-scaling-factor"
-        )
-
-
-def check_positions(args: argparse.Namespace) -> Iterator[str]:
+def derive_max_positions(args: argparse.Namespace) -> Iterator[str]:
+    """Sets max_position_embeddings to the sequence length if unset, and yields an error if it is too small."""
     if args.max_position_embeddings is None:
         # The table of learned positions is a weight, so its size must not depend on a run's --seq-length.
         if args.position_embedding_type == "learned_absolute":
@@ -509,6 +503,7 @@ def check_positions(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_attention(args: argparse.Namespace) -> Iterator[str]:
+    """Yields errors about heads, latent attention and norms. Sets num_query_groups with --group-query-attention."""
     if args.multi_latent_attention and args.position_embedding_type != "rope":
         yield (
             "--multi-latent-attention uses rotary positions, but --position-embedding-type is "
@@ -532,10 +527,18 @@ def check_attention(args: argparse.Namespace) -> Iterator[str]:
 
 
 def check_experts(args: argparse.Namespace) -> Iterator[str]:
-    """Yields errors for expert flags of a dense model, for layer patterns, and for a router that cannot learn."""
+    """Yields errors for expert flags of a dense model, for layer patterns, and for a router that cannot learn.
+
+    Resets arguments with an error, so that other checks can continue and do not report them again.
+    """
     if args.num_experts is not None:
-        yield from _check_layer_pattern(args)
-        if config_from_args(RouterConfig, args).has_constant_weights:
+        moe = config_from_args(MoEConfig, args)
+        wrong = problems_of_call(partial(validate_moe_layer_freq, moe, args.num_layers))
+        if wrong:
+            yield from wrong
+            args.moe_layer_freq = 1
+        # Accepted by TransformerConfig, because only training needs a router that learns.
+        if moe.has_constant_weights:
             yield (
                 "--moe-router-topk is 1: the weight of a single expert is always 1, so its router cannot learn; "
                 "use at least 2, or add --moe-router-pre-softmax or --moe-router-score-function sigmoid"
@@ -545,17 +548,9 @@ def check_experts(args: argparse.Namespace) -> Iterator[str]:
     for flag in flags_of_class(MoEConfig):
         if _is_set(args, flag.dest):
             yield f"{flag.flags[0]} needs --num-experts: add it, or drop {flag.flags[0]}"
-            vars(args)[flag.dest] = flag.default  # so that other checks do not report it again
+            vars(args)[flag.dest] = flag.default
     if args.moe_use_upcycling:
         yield "--moe-use-upcycling needs --num-experts: add it, or drop --moe-use-upcycling"
-
-
-def _check_layer_pattern(args: argparse.Namespace) -> list[str]:
-    """Checks --moe-layer-freq. After an error, sets it to 1, so that other checks can continue."""
-    wrong = problems_of_call(lambda: validate_moe_layer_freq(config_from_args(MoEConfig, args), args.num_layers))
-    if wrong:
-        args.moe_layer_freq = 1
-    return wrong
 
 
 def check_flex_backend(args: argparse.Namespace, config: TransformerConfig) -> None:
@@ -610,6 +605,7 @@ def check_checkpoints(args: argparse.Namespace) -> Iterator[str]:
 
 def derive_run_state(args: argparse.Namespace) -> Iterator[str]:
     """Sets params_dtype and the counters at which the run starts, and yields errors for conflicting precisions."""
+    # Accepted by TransformerConfig, where it has no effect on a model in fp32.
     if args.fp32_residual_connection and not (args.fp16 or args.bf16):
         yield (
             "--fp32-residual-connection needs --bf16 or --fp16: in fp32 training the residual stream is always "

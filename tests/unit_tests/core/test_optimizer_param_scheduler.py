@@ -259,6 +259,11 @@ def test_schedules_stored_without_the_fields_of_wsd_load():
         ({"lr_warmup_fraction": 0.1, "lr_warmup_iters": 5}, "give only one"),
         ({"lr_warmup_iters": 5, "lr_decay_iters": 5}, "lr_warmup_iters is 5: must be less than"),
         ({"lr_decay_style": "WSD"}, "lr_wsd_decay_iters or lr_wsd_decay_samples must be given"),
+        ({"lr_wsd_decay_samples": 5}, "lr_wsd_decay_samples needs lr_decay_style WSD, which is linear"),
+        (
+            {"lr_wsd_decay_iters": 5, "start_weight_decay": 0.1},
+            "lr_wsd_decay_iters needs lr_decay_style WSD.*\nstart_weight_decay is 0.1",
+        ),
         ({"override_opt_param_scheduler": True, "use_checkpoint_opt_param_scheduler": True}, "both set"),
         ({"lr_decay_style": "exponential"}, "must be one of"),
         ({"start_weight_decay": 0.1}, "weight_decay_incr_style is constant: choose linear or cosine"),

@@ -193,6 +193,19 @@ def test_a_part_without_documents_is_named(tmp_path: Path) -> None:
     assert build(dataset_config(tmp_path / "a", split=None), sizes=(10, 10, 0))[2] is None
 
 
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({}, ("single", False)),
+        ({"dataloader_type": "cyclic", "reset_attention_mask": True}, ("cyclic", True)),
+        ({"reset_attention_mask": True, "create_attention_mask_in_dataloader": False}, ("single", False)),
+    ],
+)
+def test_order_and_masks_follow_from_the_other_fields(fields: dict, expected: tuple[str, bool]) -> None:
+    config = DataConfig(**fields)
+    assert (config.dataloader_type, config.create_attention_mask_in_dataloader) == expected
+
+
 def test_contradictory_and_missing_sources_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--mock-data conflicts with --data-path a"):
         DataConfig(mock_data=True, data_path=["a"])

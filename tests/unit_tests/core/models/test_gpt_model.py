@@ -300,6 +300,38 @@ def test_too_long_a_sequence_is_refused(positions: str) -> None:
         small_model(small_config(), position_embedding_type=positions)(ids, ids, None)
 
 
+@pytest.mark.parametrize(
+    "fields, messages",
+    [
+        ({"rope_scaling_factor": 4}, ["GPTModelConfig.rope_scaling_factor needs use_rope_scaling"]),
+        (
+            {"rotary_percent": 0.5, "use_rope_scaling": True, "rotary_seq_len_interpolation_factor": 2},
+            [
+                "GPTModelConfig.rotary_percent needs position_embedding_type rope",
+                "GPTModelConfig.rotary_seq_len_interpolation_factor needs position_embedding_type rope",
+                "GPTModelConfig.use_rope_scaling needs position_embedding_type rope",
+            ],
+        ),
+        ({"add_position_embedding": False}, ["--no-position-embedding alone is no longer supported"]),
+        (
+            {"spec": ["module"], "swiglu": True, "squared_relu": True, "rope_scaling_factor": 4},
+            ["GPTModelConfig.spec is", "GPTModelConfig.swiglu and", "GPTModelConfig.rope_scaling_factor needs"],
+        ),
+    ],
+)
+def test_contradictory_settings_are_reported_together(fields: dict[str, Any], messages: list[str]) -> None:
+    with pytest.raises(ValueError) as caught:
+        GPTModelConfig(**fields)
+    lines = str(caught.value).splitlines()
+    assert len(lines) == len(messages) and all(map(str.startswith, lines, messages)), lines
+
+
+@pytest.mark.parametrize("positions", ["rope", "yarn"])
+def test_rotary_settings_are_accepted_with_rotary_positions(positions: str) -> None:
+    GPTModelConfig(position_embedding_type=positions, rotary_percent=0.5, add_position_embedding=False)
+    GPTModelConfig(position_embedding_type="none", add_position_embedding=False)
+
+
 def test_command_line_settings_become_transformer_fields() -> None:
     sizes: dict[str, Any] = {"hidden_size": 256, "ffn_hidden_size": None, "num_query_groups": 2}
     assert transformer_fields(GPTModelConfig(swiglu=True), **sizes)["ffn_hidden_size"] == 640

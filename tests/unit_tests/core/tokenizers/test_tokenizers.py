@@ -191,6 +191,11 @@ def test_wrong_fields_say_what_would_be_right(fields: dict, message: str) -> Non
         build_tokenizer(TokenizerConfig(**fields))
 
 
+def test_the_type_follows_from_a_vocabulary_with_merges() -> None:
+    assert TokenizerConfig(vocab_file="v.json", merge_file="m.txt").tokenizer_type == "GPT2BPETokenizer"
+    assert TokenizerConfig(vocab_file="v.json").tokenizer_type is None
+
+
 def test_a_model_may_know_more_ids_than_its_tokenizer_gives() -> None:
     tokenizer = build_tokenizer(TokenizerConfig(tokenizer_type="ByteLevelTokenizer", vocab_size=300))
     assert tokenizer.vocab_size == 257

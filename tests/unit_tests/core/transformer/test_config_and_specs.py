@@ -35,6 +35,10 @@ def test_unset_fields_follow_from_others() -> None:
     ("fields", "words"),
     [
         ({"hidden_size": 33}, r"hidden_size is 33: must be divisible by num_attention_heads \(4\)"),
+        (
+            {"hidden_size": 33, "num_query_groups": 3, "window_size": (4, 1), "fp16": True, "bf16": True},
+            r"fp16 and ModelParallelConfig.bf16 are both.*\nhidden_size is 33.*\nnum_attention_heads is 4.*\nwindow",
+        ),
         ({"num_query_groups": 3}, r"num_attention_heads is 4: must be divisible by num_query_groups \(3\)"),
         ({"window_size": (4, 1)}, r"window_size is \(4, 1\): must be \(left, 0\)"),
         ({"window_size": (4.5, 0)}, r"window_size is \(4.5, 0\): must be \(left, 0\) in tokens"),
@@ -192,7 +196,7 @@ def test_unset_fields_follow_from_others() -> None:
             {"tensor_model_parallel_size": 2, "num_moe_experts": 2},
             "tensor_model_parallel_size is 2 and num_moe_experts is 2: experts then require --sequence-parallel",
         ),
-        ({"bf16": True, "fp16": True}, "choose only one precision"),
+        ({"bf16": True, "fp16": True}, "choose one precision"),
     ],
 )
 def test_impossible_fields_are_named(fields: dict[str, Any], words: str) -> None:
