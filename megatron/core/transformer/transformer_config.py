@@ -289,25 +289,34 @@ def validate_gated_unit(config: TransformerConfig) -> None:
 
 def validate_heads(config: TransformerConfig) -> None:
     """Raises ValueError if attention settings contradict each other."""
-    validate_mla(
-        config,
-        num_attention_heads=config.num_attention_heads,
-        num_query_groups=config.num_query_groups,
-        add_qkv_bias=config.add_qkv_bias,
-        attention_output_gate=config.attention_output_gate,
-        rotary_interleaved=config.rotary_interleaved,
-    )
-    validate_lora_targets(config, multi_latent_attention=config.multi_latent_attention, q_lora_rank=config.q_lora_rank)
-    if config.multi_latent_attention and config.kv_channels is None:
+    is_latent = config.multi_latent_attention
+    if is_latent and config.kv_channels is None:
         # In latent attention the head width is a setting, not hidden_size divided by the number of heads.
         config.kv_channels = config.qk_width
+    run_checks(
+        partial(
+            validate_mla,
+            config,
+            num_attention_heads=config.num_attention_heads,
+            num_query_groups=config.num_query_groups,
+            add_qkv_bias=config.add_qkv_bias,
+            attention_output_gate=config.attention_output_gate,
+            rotary_interleaved=config.rotary_interleaved,
+        ),
+        partial(validate_lora_targets, config, multi_latent_attention=is_latent, q_lora_rank=config.q_lora_rank),
+        partial(validate_softmax_scale, config),
+        partial(validate_attention, config, hidden_size=config.hidden_size, num_layers=config.num_layers),
+        partial(validate_qk_clip, config, multi_latent_attention=is_latent),
+    )
+
+
+def validate_softmax_scale(config: TransformerConfig) -> None:
+    """Raises ValueError for a scale of attention scores that latent attention would ignore."""
     if config.multi_latent_attention and config.softmax_scale is not None:
         raise ValueError(
             f"softmax_scale is {config.softmax_scale} and multi_latent_attention is True, which computes the "
             "scale from its widths and mscale_all_dim: softmax_scale must be None"
         )
-    validate_attention(config, hidden_size=config.hidden_size, num_layers=config.num_layers)
-    validate_qk_clip(config, multi_latent_attention=config.multi_latent_attention)
 
 
 def require_sizes(config: TransformerConfig, *names: str) -> None:
