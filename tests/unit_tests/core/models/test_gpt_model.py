@@ -328,8 +328,8 @@ def test_contradictory_settings_are_reported_together(fields: dict[str, Any], me
 
 @pytest.mark.parametrize("positions", ["rope", "yarn"])
 def test_rotary_settings_are_accepted_with_rotary_positions(positions: str) -> None:
-    GPTModelConfig(position_embedding_type=positions, rotary_percent=0.5, add_position_embedding=False)
-    GPTModelConfig(position_embedding_type="none", add_position_embedding=False)
+    config = GPTModelConfig(position_embedding_type=positions, rotary_percent=0.5, add_position_embedding=False)
+    assert (config.position_embedding_type, config.rotary_percent) == (positions, 0.5)
 
 
 def test_command_line_settings_become_transformer_fields() -> None:

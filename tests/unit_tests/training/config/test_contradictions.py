@@ -61,4 +61,6 @@ def test_contradictory_fields_are_reported_together(
 
 @pytest.mark.parametrize("folder", ["load", "pretrained_checkpoint"])
 def test_settings_of_a_load_are_accepted_with_a_folder(folder: str) -> None:
-    CheckpointConfig(finetune=True, ckpt_step=0, moe_use_upcycling=True, ckpt_format="torch", **{folder: "folder"})
+    fields: dict[str, Any] = {"finetune": True, "ckpt_step": 0, "moe_use_upcycling": True, "ckpt_format": "torch"}
+    fields[folder] = "folder"
+    assert vars(CheckpointConfig(**fields))[folder] == "folder"
