@@ -21,7 +21,8 @@ from benchmarks.sides import run_rounds, start_side  # noqa: E402
 from benchmarks.train_step import FLAGS, RANKS, build_ours  # noqa: E402
 from megatron.planner.plan import plan_run  # noqa: E402
 from megatron.planner.step_time import run_time  # noqa: E402
-from megatron.training.arguments import parse_args, validate_args  # noqa: E402
+from megatron.training.arguments import read_run_config  # noqa: E402
+from megatron.training.command_line.config_builder import run_config_of  # noqa: E402
 from megatron.training.compute.devices import CPU_NAME, NAME_VARIABLE, planned_device  # noqa: E402
 from megatron.training.initialize import start_processes  # noqa: E402
 from megatron.training.setup import setup_data, setup_run  # noqa: E402
@@ -68,16 +69,16 @@ def dense_flags() -> list[str]:
 def build_dense() -> Callable[[], None]:
     """Builds a training step of the model without experts."""
     args = start_processes(argv=dense_flags())
-    run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    run = setup_run(run_config_of(args), pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
     return lambda: run_step(run) and None
 
 
 def estimated_seconds(flags: list[str]) -> float:
     """Returns the estimated step time of a run with these flags on RANKS ranks of this machine."""
-    args = validate_args(parse_args(argv=[*flags, "--dry-run", "--world-size", str(RANKS)]))
-    plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
-    step = run_time(plan, args, device=planned_device({**os.environ, NAME_VARIABLE: CPU_NAME}))
+    run_config = read_run_config([*flags, "--dry-run", "--world-size", str(RANKS)])
+    plan = plan_run(run_config, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    step = run_time(plan, run_config, device=planned_device({**os.environ, NAME_VARIABLE: CPU_NAME}))
     assert step is not None, "the run trains"
     return step.seconds
 

@@ -47,7 +47,7 @@ from megatron.planner.stash.stages import PlannedRun, planned_run  # noqa: E402
 from megatron.planner.stash.walk import Walk, walk  # noqa: E402
 from megatron.tools.quickstart import Workspace, prepare, tokenizer_flags  # noqa: E402
 from megatron.tools.run_log import Series, read_run  # noqa: E402
-from megatron.training.arguments import parse_args, validate_args  # noqa: E402
+from megatron.training.arguments import read_run_config  # noqa: E402
 from megatron.training.callbacks.routing_trace import read_routing  # noqa: E402
 
 RANKS = 2
@@ -184,9 +184,9 @@ def train(words: Sequence[str]) -> None:
 
 def planned(words: Sequence[str], trace: Path, *, ranks: int) -> tuple[PlannedRun, list[RoutingSpan]]:
     """Returns a planned run with these flags on that many ranks, and its steps from a recorded routing."""
-    args = validate_args(parse_args(argv=[*words, "--dry-run", "--world-size", str(ranks)]))
-    run = planned_run(args, pretrain_gpt.model_provider)
-    spans, _ = traced_spans(read_routing(trace), run, num_groups=run.ranks.num_groups, seed=args.seed)
+    run_config = read_run_config([*words, "--dry-run", "--world-size", str(ranks)])
+    run = planned_run(run_config, pretrain_gpt.model_provider)
+    spans, _ = traced_spans(read_routing(trace), run, num_groups=run.ranks.num_groups, seed=run_config.training.seed)
     return run, spans
 
 

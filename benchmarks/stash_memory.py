@@ -54,6 +54,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import Counter  # noqa: E402
 from megatron.core.transformer.moe.paged_stash.page_pool import RESTORE_ALIGNMENT  # noqa: E402
 from megatron.core.transformer.moe.permutation import Routing  # noqa: E402
+from megatron.training.command_line.config_builder import run_config_of  # noqa: E402
 from megatron.training.initialize import start_processes  # noqa: E402
 from megatron.training.run import TrainingRun  # noqa: E402
 from megatron.training.setup import setup_data, setup_run  # noqa: E402
@@ -212,7 +213,7 @@ class RankFigures:
 def train(case: Case) -> RankFigures:
     """Runs training steps as a rank of torchrun, and measures the last one."""
     args = start_processes(argv=case.argv)
-    run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    run = setup_run(run_config_of(args), pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
     layers = [part for chunk in run.model for part in chunk.modules() if isinstance(part, MoELayer)]
     for layer in layers:

@@ -27,6 +27,7 @@ import pretrain_gpt  # noqa: E402
 from benchmarks.plain_model import PlainConfig, PlainModel  # noqa: E402
 from benchmarks.sides import print_table, run_rounds, start_side, write_record  # noqa: E402
 from megatron.core.device import keep_cpu_heap  # noqa: E402
+from megatron.training.command_line.config_builder import run_config_of  # noqa: E402
 from megatron.training.initialize import start_processes  # noqa: E402
 from megatron.training.run import TrainingRun  # noqa: E402
 from megatron.training.setup import setup_data, setup_run  # noqa: E402
@@ -135,7 +136,7 @@ def clip_with_parallel_experts(model: nn.Module) -> None:
 def build_run(*flags: str) -> TrainingRun:
     """Sets up a run as pretrain_gpt.py does. flags: added to FLAGS."""
     args = start_processes(argv=[*FLAGS.split(), *flags])
-    run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    run = setup_run(run_config_of(args), pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
     return run
 

@@ -55,7 +55,7 @@ def asked_of(argv: Sequence[str]) -> tuple[Asked, list[str]]:
     # Parsing reads the launcher's world size. As a setting it would apply to the planner.
     args.world_size = table.by_dest["world_size"].default
     with NamedTemporaryFile("w", suffix=".yaml", delete=False, encoding="utf-8") as file:
-        file.write(config_text(args, table=table, script_dests=frozenset()))
+        file.write(config_text(vars(args), table=table, script_dests=frozenset()))
     atexit.register(Path(file.name).unlink, missing_ok=True)
     return asked, ["--config", file.name]
 

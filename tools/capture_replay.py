@@ -26,6 +26,7 @@ from megatron.core.group_collectives import gather_objects
 from megatron.tools.asked_graphs import WARMUP_STEPS, asked_of, failures_of, leave_files_alone, send_as_a_gpu_does
 from megatron.tools.train import pretrain_gpt
 from megatron.training.callbacks import StepReport
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.errors import message_for_other_ranks
 from megatron.training.initialize import leave_process_group, start_processes
@@ -95,7 +96,10 @@ def _train(argv: Sequence[str], num_steps: int, *, tapes: _CountedTapes | None) 
         leave_files_alone(args)
         if tapes is not None:
             asked.give_to(args)
-        run = setup_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step, graphs=tapes)
+        run_config = run_config_of(args)
+        run = setup_run(
+            run_config, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step, graphs=tapes
+        )
         send_as_a_gpu_does(run.model)
         count = WARMUP_STEPS + num_steps
         samples = count * run.batches.running.final_size

@@ -46,7 +46,9 @@ from megatron.tools.asked_graphs import (
 from megatron.tools.capture_replay import differences_of_replay
 from megatron.tools.train import pretrain_gpt
 from megatron.training.checkpointing.rng_state import seed_ranks
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.command_line.published import publish_timers, publish_tokenizer
+from megatron.training.config import RunConfig
 from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.errors import exit_on_user_error, message_for_other_ranks
 from megatron.training.initialize import leave_process_group, start_processes
@@ -93,7 +95,7 @@ def breaks_of(argv: Sequence[str]) -> list[str]:
                 return refused
             # Without a replay, gradients that a part passes to eager code are uninitialized memory.
             args.check_for_nan_in_loss_and_grad = False
-        steps, optimizer, graphs = _setup(args)
+        steps, optimizer, graphs = _setup(run_config_of(args))
         batches = _made_up_batches(args)
         for number in range(1, WARMUP_STEPS + 2):
             optimizer.zero_grad()
@@ -149,17 +151,17 @@ class LintedGraphs:
         return [str(one) for region in self.regions for one in region.refusals] + failures
 
 
-def _setup(args: argparse.Namespace) -> tuple[StepRunner, MegatronOptimizer, LintedGraphs]:
+def _setup(run_config: RunConfig) -> tuple[StepRunner, MegatronOptimizer, LintedGraphs]:
     """Sets up the run as pretrain does, but without checkpoints, logs and data."""
-    publish_tokenizer(setup_tokenizer(args))
+    publish_tokenizer(setup_tokenizer(run_config))
     timers = Timers(0, "minmax", device=default_device())
     publish_timers(timers)
-    batches = setup_batches(args)
-    model, optimizer, _ = build_model_and_optimizer(pretrain_gpt.model_provider, args)
+    batches = setup_batches(run_config)
+    model, optimizer, _ = build_model_and_optimizer(pretrain_gpt.model_provider, run_config)
     groups, graphs = get_process_groups(), LintedGraphs()
-    memory = build_expert_memory(model, args, groups=groups)
+    memory = build_expert_memory(model, run_config, groups=groups)
     steps = setup_steps(
-        args,
+        run_config,
         model,
         forward_step_func=pretrain_gpt.forward_step,
         optimizer=optimizer,
@@ -167,7 +169,7 @@ def _setup(args: argparse.Namespace) -> tuple[StepRunner, MegatronOptimizer, Lin
         memory=memory,
         graphs=graphs,
     )
-    seed_ranks(args.seed, groups)
+    seed_ranks(run_config.training.seed, groups)
     if memory is not None:
         memory.prepare(LearnedSizes(), num_microbatches=batches.final_num_microbatches, pp_group=groups.pp)
     send_as_a_gpu_does(model)

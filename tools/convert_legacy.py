@@ -36,6 +36,7 @@ from megatron.training.checkpointing.legacy_files import LAYOUT, LegacyFiles, Le
 from megatron.training.checkpointing.megatron_core import tensors_of
 from megatron.training.checkpointing.megatron_objects import SAMPLE_COUNTS, json_values, values_without_state
 from megatron.training.checkpointing.run_values import args_to_json, check_arguments, load_run_values, model_arguments
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.gpt_builder import parts_of_gpt
 
 # Arguments from which other arguments in LAYOUT are derived.
@@ -74,7 +75,7 @@ def to_canonical(load: Path, save: Path, *, step: int | None = None, vocab_size:
     args = _args_of_files(files, vocab_size)
     if first.unknown:
         print(f"not converted, because it is unknown: {', '.join(first.unknown)}")
-    checkpoint = as_checkpoint(files, args, parts_of_gpt)
+    checkpoint = as_checkpoint(files, run_config_of(args), parts_of_gpt)
     save_stream(all_tensors(checkpoint), folder, common=common_of_weights(args, first.args, iteration=first.iteration))
     write_tracker(str(save), first.iteration)
     return folder
@@ -135,7 +136,7 @@ def from_canonical(load: Path, save: Path, *, layout: TargetLayout, step: int | 
 
 def common_of_weights(args: argparse.Namespace, found: Mapping[str, Any], *, iteration: int) -> dict[str, Any]:
     """Returns the common part of a weights-only checkpoint. found: arguments of the run that trained the weights."""
-    values, stored = values_without_state(found, iteration=iteration), args_to_json(args)
+    values, stored = values_without_state(found, iteration=iteration), args_to_json(vars(args))
     stored |= {name: value for name, value in values["args"].items() if name in stored and name not in _OWN}
     return {**values, "args": stored}
 
@@ -144,7 +145,7 @@ def _parts_of_rank(args: argparse.Namespace, rank: LegacyRank) -> list[GPTModel]
     """Builds the model chunks that a rank's file contains, without allocating memory."""
     place = {"tensor": rank.tensor, "pipeline": rank.pipeline, "expert": rank.expert}
     layout = {name: vars(args)[name] for name in LAYOUT}
-    return parts_of_gpt(args, padded_vocab_size=args.padded_vocab_size, layout=layout, **place)
+    return parts_of_gpt(run_config_of(args), padded_vocab_size=args.padded_vocab_size, layout=layout, **place)
 
 
 def _filled(part: nn.Module, source: Path, args: argparse.Namespace, *, layout: TargetLayout) -> dict[str, Tensor]:

@@ -30,6 +30,7 @@ from megatron.training.checkpointing.megatron_core import (
 from megatron.training.checkpointing.megatron_core_files import MegatronCoreFiles
 from megatron.training.checkpointing.megatron_objects import json_values
 from megatron.training.checkpointing.run_values import check_arguments
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.gpt_builder import whole_gpt
 
 
@@ -63,7 +64,7 @@ def from_megatron_core(
     values = values_of_files(files)
     args = _args_of_files(files, vocab_size=vocab_size, model_config=model_config)
     has_masters = bool(values["args"].get("bf16") or values["args"].get("fp16"))
-    model = whole_gpt(args, padded_vocab_size=args.padded_vocab_size)
+    model = whole_gpt(run_config_of(args), padded_vocab_size=args.padded_vocab_size)
     has_state = values["contents"]["optimizer"]
     checkpoint = as_checkpoint(files, model, values=values, with_masters=has_masters, with_state=has_state)
     save_stream(all_tensors(checkpoint), folder, common=_common(args, files, values))

@@ -23,7 +23,7 @@ from megatron.planner.layout_space import Request, read_request
 from megatron.planner.plan import plan_run
 from megatron.planner.report import WIDTH, bytes_in_words, flag_lines, found_as_json, table_lines
 from megatron.tools.train import pretrain_gpt
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import read_run_config
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.parser import FlagParser
 from megatron.training.compute.devices import Device, device_of_name, planned_device
@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         request = read_request(words, world_size=own.gpus, devices_per_node=device.devices_per_node)
         costs = LayoutCosts(
             request.words,
-            request.args,
+            request.run_config,
             space=request.space,
             device=device,
             model_provider=pretrain_gpt.model_provider,
@@ -132,12 +132,12 @@ def _bytes(text: str, flag: str) -> int:
 
 
 def _print_head(found: Found, request: Request, *, device: Device, memory: int, kept: int) -> None:
-    args, space = request.args, request.space
+    run_config, space = request.run_config, request.space
     _print_wrapped(
         f"{found.compared} layouts of {space.world_size} x {device.name} compared, {found.fitting} fit into "
         f"{bytes_in_words(memory - kept)} per rank; {bytes_in_words(kept)} are kept free for {_NOT_COUNTED}"
     )
-    print(f"a step: {args.global_batch_size} x {args.seq_length} tokens")
+    print(f"a step: {run_config.training.global_batch_size} x {run_config.data.seq_length} tokens")
     if request.assumed:
         _print_wrapped(f"assumed: {' '.join(request.assumed)}")
 
@@ -200,10 +200,10 @@ def _dry_run(advice: Advice, world_size: int) -> dict[str, Any]:
     Returns the memory of the fullest stage, its difference from the estimate, and the larger peak of the two stages.
     """
     words = [*advice.words, "--dry-run", "--world-size", str(world_size)]
-    args = validate_args(parse_args(argv=words))
+    run_config = read_run_config(words)
     stage = advice.fullest
     plan = plan_run(
-        args,
+        run_config,
         pretrain_gpt.model_provider,
         forward_step_func=pretrain_gpt.forward_step,
         only_stages={stage, len(advice.stages) - 1},

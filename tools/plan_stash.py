@@ -35,6 +35,7 @@ from megatron.tools.stash_report import StashPlan, as_json, as_page, as_text
 from megatron.tools.train import pretrain_gpt
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.callbacks.routing_trace import read_routing
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.compute.devices import planned_device
 
 FACTORS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
@@ -122,7 +123,7 @@ def _as_list(value: float | list[float] | None) -> list[Any]:
 
 def stash_plan(args: argparse.Namespace) -> StashPlan:
     """Plans the paged stash for validated arguments."""
-    run = planned_run(args, pretrain_gpt.model_provider)
+    run = planned_run(run_config_of(args), pretrain_gpt.model_provider)
     routing = _routing(args, run)
     needs = needs_of_steps(run, routing.spans)
     capacity = enough_capacity(needs, args.wanted_probability)

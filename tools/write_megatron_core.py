@@ -46,6 +46,7 @@ from megatron.training.checkpointing.folder import (
 from megatron.training.checkpointing.megatron_core import Place, tensors_of, ways_to_store
 from megatron.training.checkpointing.megatron_core_files import COMMON_FILE
 from megatron.training.checkpointing.run_values import load_run_values
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.gpt_builder import whole_gpt
 
 _FORMAT = {
@@ -113,7 +114,7 @@ def to_megatron_core(load: Path, save: Path, *, target: CoreTarget, step: int | 
     args = model_args(stored)
     args.unpadded_vocab_size = stored["unpadded_vocab_size"]
     args.padded_vocab_size = _padded_vocab_size(args, target)
-    model = whole_gpt(args, padded_vocab_size=args.padded_vocab_size)
+    model = whole_gpt(run_config_of(args), padded_vocab_size=args.padded_vocab_size)
     boxes = _Boxes(model, checkpoint, target, args)
     save.mkdir(parents=True, exist_ok=True)
     with folders.atomic_folder(folder) as temporary:

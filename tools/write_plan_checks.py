@@ -13,6 +13,7 @@ import pretrain_gpt
 from megatron.planner.plan import Plan, plan_run
 from megatron.planner.work import EXPERTS
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.config_builder import run_config_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "plan_accuracy.md"
 BEGIN, END = "<!-- published figures -->\n", "<!-- end of published figures -->\n"
@@ -182,8 +183,10 @@ def documented() -> str:
 
 
 def _plan(words: str, *, ranks: int = 1) -> Plan:
-    args = validate_args(parse_args(argv=[*words.split(), *_ALWAYS.split(), "--world-size", str(ranks)]))
-    return plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    run_config = run_config_of(
+        validate_args(parse_args(argv=[*words.split(), *_ALWAYS.split(), "--world-size", str(ranks)]))
+    )
+    return plan_run(run_config, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
 
 
 def main() -> None:

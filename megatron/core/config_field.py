@@ -32,7 +32,8 @@ class FieldSpec:
     opposite: option strings of another flag, which stores the default of a boolean field.
     parse: converts one command-line word to a value; None uses the annotation. cli_default: default of the flag, if it
     differs from the field's default. named: maps the names on the command line and in `choices` to values; the field
-    accepts both and stores the value.
+    accepts both and stores the value. filled_in: None is valid although the annotation lacks it, because __post_init__
+    replaces it, or because the program that reads the field requires a value.
     """
 
     help: str
@@ -48,6 +49,7 @@ class FieldSpec:
     parse: Callable[[str], Any] | None = None
     cli_default: Any = _Unset.UNSET
     named: Mapping[str, Any] | None = None
+    filled_in: bool = False
 
     def default_of_flag(self, default: Any) -> Any:
         """Returns cli_default if it is set, otherwise `default`, which is the field's default."""
@@ -69,6 +71,12 @@ def config_field(default: Any = dataclasses.MISSING, *, help: str, **spec: Any) 
 def field_spec(field: "dataclasses.Field[Any]") -> FieldSpec | None:
     """Returns the FieldSpec of a dataclass field; None for a field that was declared without config_field."""
     return field.metadata.get("spec")
+
+
+def field_dest(field: "dataclasses.Field[Any]") -> str:
+    """Returns the argument name under which a field's value is stored."""
+    spec = field_spec(field)
+    return spec.dest if spec is not None and spec.dest is not None else field.name
 
 
 def validate_fields(config: Any) -> None:
@@ -221,7 +229,7 @@ def run_checks(*checks: Callable[[], object]) -> None:
 
 
 def _check_value(where: str, value: Any, *, spec: FieldSpec, hint: Any) -> None:
-    if value is None and _allows_none(hint):
+    if value is None and (_allows_none(hint) or spec.filled_in):
         return
     if not _matches(value, hint):
         raise ValueError(f"{where} is {value!r}: must be {_describe(hint)}")

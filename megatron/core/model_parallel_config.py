@@ -108,8 +108,9 @@ class ParallelLayoutConfig:
         help="Ranks over which the experts of a layer are distributed, among all ranks of a pipeline stage.",
         at_least=1,
     )
-    expert_tensor_parallel_size: int | None = config_field(
+    expert_tensor_parallel_size: int = config_field(
         None,
+        filled_in=True,
         help="Ranks over which each expert's weights are split; default: --tensor-model-parallel-size.",
         at_least=1,
     )

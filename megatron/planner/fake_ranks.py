@@ -3,7 +3,6 @@
 Uses torch's fake process groups, which know ranks and sizes but whose collectives do nothing.
 """
 
-import argparse
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -12,6 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore, _create_fake_
 
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.training.config import RunConfig
 from megatron.training.initialize import build_groups
 
 # torch's own "fake" backend has no groups for tensors on the meta device.
@@ -20,7 +20,7 @@ dist.Backend.register_backend(_BACKEND, _create_fake_pg, extended_api=True, devi
 
 
 @contextmanager
-def fake_rank(args: argparse.Namespace, rank: int, *, world_size: int) -> Iterator[ProcessGroupCollection]:
+def fake_rank(run_config: RunConfig, rank: int, *, world_size: int) -> Iterator[ProcessGroupCollection]:
     """Makes this process act as `rank` of `world_size` inside the block, and yields the rank's process groups.
 
     Sets parallel_state to the layout of args. Raises ValueError if its sizes do not divide world_size, and RuntimeError
@@ -30,7 +30,7 @@ def fake_rank(args: argparse.Namespace, rank: int, *, world_size: int) -> Iterat
         raise RuntimeError("this process already has process groups: destroy them first")
     dist.init_process_group(_BACKEND, store=FakeStore(), rank=rank, world_size=world_size)
     try:
-        yield build_groups(args)
+        yield build_groups(run_config)
     finally:
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -4,7 +4,6 @@ The quick plan (stage_costs.py) chooses flags, and a full plan of the changed co
 layout_search.py compares other sizes of the layout.
 """
 
-import argparse
 import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
@@ -19,6 +18,7 @@ from megatron.planner.plan import ForwardStep, Plan
 from megatron.planner.stage_costs import quick_stages
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device
+from megatron.training.config import RunConfig
 from megatron.training.meters.memory import fit_in_words, gib, is_tight, room_in_words
 
 # Maximum number of changes that are planned in full, each of which takes as long as the first plan. The change with the
@@ -79,7 +79,7 @@ class _Candidate:
     """A changed command line. peak: the quick plan's estimate, or None if it does not support the flags."""
 
     words: tuple[str, ...]
-    args: argparse.Namespace
+    run_config: RunConfig
     peak: int | None
 
 
@@ -100,8 +100,8 @@ class Planner:
     def __init__(
         self,
         *,
-        reread: Callable[[Sequence[str]], argparse.Namespace],
-        plan: Callable[[argparse.Namespace], Plan],
+        reread: Callable[[Sequence[str]], RunConfig],
+        plan: Callable[[RunConfig], Plan],
         model_provider: Callable[..., nn.Module],
         forward_step: ForwardStep,
     ) -> None:
@@ -109,7 +109,7 @@ class Planner:
         self._reread, self._provider, self._forward_step = reread, model_provider, forward_step
         self._costs: dict[tuple[object, ...], ModelCosts] = {}
 
-    def changed(self, words: Sequence[str]) -> argparse.Namespace | None:
+    def changed(self, words: Sequence[str]) -> RunConfig | None:
         """Returns the arguments with these words appended, or None if the run rejects them."""
         try:
             # Messages about the command line were printed when it was first parsed.
@@ -118,13 +118,13 @@ class Planner:
         except CommandLineError:
             return None
 
-    def quick_peak(self, args: argparse.Namespace, plan: Plan) -> int | None:
+    def quick_peak(self, run_config: RunConfig, plan: Plan) -> int | None:
         """Estimates the peak bytes with changed arguments, or returns None if the quick plan does not support them.
 
         plan: the plan without the change, which provides the temporary memory of passes and updates.
         """
         try:
-            stages = quick_stages(args, self._costs_of(args))
+            stages = quick_stages(run_config, self._costs_of(run_config))
         except ValueError:
             return None
         return max(
@@ -132,14 +132,15 @@ class Planner:
             for one, before in zip(stages, plan.stages, strict=True)
         )
 
-    def _costs_of(self, args: argparse.Namespace) -> ModelCosts:
+    def _costs_of(self, run_config: RunConfig) -> ModelCosts:
         """Measures the memory of the model's layers, cached by the flags that change activations."""
+        transformer = run_config.transformer
         key = (
-            *(args.recompute_granularity, args.recompute_method, args.recompute_num_layers),
-            *(tuple(args.recompute_modules or ()), args.moe_paged_stash),
+            *(transformer.recompute_granularity, transformer.recompute_method, transformer.recompute_num_layers),
+            *(tuple(transformer.recompute_modules or ()), transformer.moe_paged_stash),
         )
         if key not in self._costs:
-            self._costs[key] = measure_memory(args, self._provider, forward_step=self._forward_step)
+            self._costs[key] = measure_memory(run_config, self._provider, forward_step=self._forward_step)
         return self._costs[key]
 
 
@@ -151,14 +152,14 @@ def fit_of(plan: Plan, device: Device) -> Fit:
     return Fit(device.name, device.memory_bytes, fullest.memory.peak, place)
 
 
-def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner) -> Fit:
+def with_change(fit: Fit, plan: Plan, run_config: RunConfig, planner: Planner) -> Fit:
     """Completes a fit with the first change that makes the plan fit, or with the change of least memory and advice.
 
     Prefers changes that leave a tenth of the memory free. Plans in full only the first changes that fit according to
     the quick plan, and the change with the smallest estimate.
     """
     candidates = []
-    for words in changes_of(args):
+    for words in changes_of(run_config):
         changed = planner.changed(words)
         if changed is not None:
             candidates.append(_Candidate(words, changed, planner.quick_peak(changed, plan)))
@@ -178,28 +179,28 @@ def with_change(fit: Fit, plan: Plan, args: argparse.Namespace, planner: Planner
     if fitting:
         return replace(fit, change=fitting[0])
     least = min(planned, key=lambda one: one.peak, default=None)
-    return replace(fit, least=least if least and least.peak < fit.peak else None, advice=_advice(args))
+    return replace(fit, least=least if least and least.peak < fit.peak else None, advice=_advice(run_config))
 
 
 def _planned(one: _Candidate, planner: Planner) -> list[Change]:
     """Plans a candidate in full. Returns the change with its peak, or an empty list if the run cannot be built."""
     try:
-        stages = planner.plan(one.args).stages
+        stages = planner.plan(one.run_config).stages
     except ValueError:
         return []
     return [Change(one.words, max(stage.memory.peak for stage in stages))]
 
 
-def changes_of(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
+def changes_of(run_config: RunConfig) -> Iterator[tuple[str, ...]]:
     """Yields combinations of flags that reduce a run's memory without changing the training result.
 
     Sorted by use of host memory (none first, because its size is unknown), number of changes, and total cost. The run
     may reject some combinations.
     """
-    if args.skip_train:
+    if run_config.training.skip_train:
         return
     # Offloading is last, where order() finds it.
-    kinds = [_sharding(args), _experts(args), _recompute(args), _offload(args)]
+    kinds = [_sharding(run_config), _experts(run_config), _recompute(run_config), _offload(run_config)]
 
     def order(chosen: tuple[_Choice, ...]) -> tuple[int, int, int]:
         return chosen[-1].cost, sum(one.cost > 0 for one in chosen), sum(one.cost for one in chosen)
@@ -208,32 +209,40 @@ def changes_of(args: argparse.Namespace) -> Iterator[tuple[str, ...]]:
         yield tuple(word for one in chosen for word in one.words)
 
 
-def _sharding(args: argparse.Namespace) -> list[_Choice]:
-    ranks = args.world_size // (args.tensor_model_parallel_size * args.pipeline_model_parallel_size)
-    if ranks == 1 or args.use_torch_fsdp2:
+def _sharding(run_config: RunConfig) -> list[_Choice]:
+    transformer = run_config.transformer
+    of_replica = transformer.tensor_model_parallel_size * transformer.pipeline_model_parallel_size
+    ranks = run_config.launch.world_size // of_replica
+    if ranks == 1 or run_config.sharded_parameters.use_torch_fsdp2:
         return []
-    found = [] if args.use_distributed_optimizer else [_Choice(1, ("--use-distributed-optimizer",))]
-    if args.optimizer == "adam":
+    found = [] if run_config.ddp.use_distributed_optimizer else [_Choice(1, ("--use-distributed-optimizer",))]
+    if run_config.optimizer.optimizer == "adam":
         # ZeRO-2 frees gradients during backward only if their reduction is overlapped.
-        overlap = () if args.overlap_grad_reduce else ("--overlap-grad-reduce",)
+        overlap = () if run_config.ddp.overlap_grad_reduce else ("--overlap-grad-reduce",)
         found.append(_Choice(2, ("--optimizer", "distributed_fused_adam", *overlap)))
     return found
 
 
-def _experts(args: argparse.Namespace) -> list[_Choice]:
+def _experts(run_config: RunConfig) -> list[_Choice]:
     # Experts that drop tokens use other buffers.
-    if args.num_experts is None or args.moe_paged_stash or args.moe_expert_capacity_factor is not None:
+    transformer = run_config.transformer
+    if (
+        transformer.num_moe_experts is None
+        or transformer.moe_paged_stash
+        or transformer.moe_expert_capacity_factor is not None
+    ):
         return []
-    has_buffers = args.moe_expert_rank_capacity_factor is not None
+    has_buffers = transformer.moe_expert_rank_capacity_factor is not None
     return [_Choice(4, ("--moe-paged-stash",) if has_buffers else EXPERT_FLAGS[Experts.PAGED])]
 
 
-def _recompute(args: argparse.Namespace) -> list[_Choice]:
+def _recompute(run_config: RunConfig) -> list[_Choice]:
     """Returns recompute choices, each including the parts already recomputed. Whole layers only if none are given."""
-    if args.recompute_granularity == "full":
+    transformer = run_config.transformer
+    if transformer.recompute_granularity == "full":
         return []
-    given = tuple(args.recompute_modules or ()) if args.recompute_granularity == "selective" else ()
-    parts = recompute_modules(args)
+    given = tuple(transformer.recompute_modules or ()) if transformer.recompute_granularity == "selective" else ()
+    parts = recompute_modules(run_config)
     found = []
     for cost, choice in ((3, Recompute.CHEAP), (5, Recompute.FEED_FORWARD)):
         modules = tuple(dict.fromkeys([*given, *parts[choice]]))
@@ -242,16 +251,16 @@ def _recompute(args: argparse.Namespace) -> list[_Choice]:
     return found if given else [*found, _Choice(6, recompute_flags(Recompute.LAYERS, ()))]
 
 
-def _offload(args: argparse.Namespace) -> list[_Choice]:
+def _offload(run_config: RunConfig) -> list[_Choice]:
     # Activation offloading is not offered, because recomputing layers saves more device memory.
-    is_refused = args.optimizer_cpu_offload or args.optimizer == "muon"
+    is_refused = run_config.optimizer.optimizer_cpu_offload or run_config.optimizer.optimizer == "muon"
     return [] if is_refused else [_Choice(7, ("--optimizer-cpu-offload",))]
 
 
-def _advice(args: argparse.Namespace) -> str:
+def _advice(run_config: RunConfig) -> str:
     sizes = ["--tensor-model-parallel-size", "--pipeline-model-parallel-size"]
-    sizes += ["--expert-model-parallel-size"] if args.num_experts is not None else []
-    model = "FLAGS" if args.model is None else f"--model {args.model}"
+    sizes += ["--expert-model-parallel-size"] if run_config.transformer.num_moe_experts is not None else []
+    model = "FLAGS" if run_config.command_line.model is None else f"--model {run_config.command_line.model}"
     return (
         f"use more GPUs or a larger {', '.join(sizes[:-1])} or {sizes[-1]} "
         f"(tools/plan_layout.py {model} --gpus N finds a layout)"

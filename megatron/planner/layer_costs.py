@@ -4,8 +4,6 @@ The run's own code builds and runs that model, as for a dry run (plan.py). stage
 stages.
 """
 
-import argparse
-import copy
 import math
 import re
 from collections import Counter
@@ -25,7 +23,6 @@ from megatron.core.distributed.param_and_grad_buffer import BufferKind, buffer_k
 from megatron.core.models.gpt import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.param_attributes import param_facts
-from megatron.core.transformer.attention_config import AttentionConfig
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -49,7 +46,7 @@ from megatron.planner.work import (
     kind_of_module,
     merged,
 )
-from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.config import RunConfig
 from megatron.training.setup import build_model, build_model_and_optimizer
 
 EMBEDDING, END = "embedding", "end"
@@ -279,55 +276,62 @@ def _scaled(number: int, factor: Fraction) -> int:
     return number * factor.numerator // factor.denominator
 
 
-def layer_kinds(args: argparse.Namespace) -> list[LayerKind]:
+def layer_kinds(run_config: RunConfig) -> list[LayerKind]:
     """Returns the kind of each layer in the model, in order, excluding multi-token prediction layers."""
-    experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
-    attention = config_from_args(AttentionConfig, args)
-    windows = [attention.window_of_layer(number) is not None for number in range(1, args.num_layers + 1)]
+    transformer = run_config.transformer
+    experts = layers_with_experts(
+        transformer.num_moe_experts, transformer.moe_layer_freq, num_layers=transformer.num_layers
+    )
+    windows = [transformer.window_of_layer(number) is not None for number in range(1, transformer.num_layers + 1)]
     return [LayerKind(bool(has), window) for has, window in zip(experts, windows, strict=True)]
 
 
-def distinct_kinds(args: argparse.Namespace) -> list[LayerKind]:
+def distinct_kinds(run_config: RunConfig) -> list[LayerKind]:
     """Returns each kind of layer once, ending with the last layer's kind, which multi-token prediction layers share."""
-    every = layer_kinds(args)
+    every = layer_kinds(run_config)
     return [*(kind for kind in dict.fromkeys(every) if kind != every[-1]), every[-1]]
 
 
-def probe_args(
-    args: argparse.Namespace, pattern: Sequence[LayerKind], *, has_all_replicas: bool = False
-) -> argparse.Namespace:
-    """Returns the arguments of a short model with layers of these kinds.
+def probe_config(run_config: RunConfig, pattern: Sequence[LayerKind], *, has_all_replicas: bool = False) -> RunConfig:
+    """Returns the settings of a short model with layers of these kinds.
 
     The short run uses the fewest ranks that the layout allows, or all data-parallel ranks (has_all_replicas). If the
     run has a pipeline, the short run has two stages, of which the first contains only the embedding.
     """
-    args = copy.copy(args)
-    args.ddp_debug = False
-    args.num_layers = len(pattern)
-    if args.num_experts is not None:
-        args.moe_layer_freq = [int(kind.has_experts) for kind in pattern]
-    if args.window_size is not None:
-        args.window_attn_skip_freq = [int(kind.has_window) for kind in pattern]
-    if args.position_embedding_type == "rope":
+    transformer = run_config.transformer
+    changed: dict[str, Any] = {"num_layers": len(pattern), "ddp_debug": False}
+    if transformer.num_moe_experts is not None:
+        changed["moe_layer_freq"] = [int(kind.has_experts) for kind in pattern]
+    if transformer.window_size is not None:
+        changed["window_attn_skip_freq"] = [int(kind.has_window) for kind in pattern]
+    if run_config.gpt.position_embedding_type == "rope":
         # Long tables take time to compute, so _chunk_cost scales their size instead.
-        args.max_position_embeddings = args.seq_length
-    if args.recompute_num_layers is not None:
-        args.recompute_num_layers = min(args.recompute_num_layers, args.num_layers)
-    stages = min(2, args.pipeline_model_parallel_size)
-    further = "m" * (args.mtp_num_layers or 0)
-    args.pipeline_model_parallel_layout = f"E|{'t' * len(pattern)}{further}L" if stages > 1 else None
-    of_stage = args.world_size // args.pipeline_model_parallel_size
-    args.pipeline_model_parallel_size, args.virtual_pipeline_model_parallel_size = stages, None
-    args.decoder_first_pipeline_num_layers = args.decoder_last_pipeline_num_layers = None
-    args.account_for_embedding_in_pipeline_split = args.account_for_loss_in_pipeline_split = False
-    tp, cp = args.tensor_model_parallel_size, args.context_parallel_size
-    expert_ranks = args.expert_model_parallel_size * (args.expert_tensor_parallel_size or tp)
-    args.world_size = stages * (of_stage if has_all_replicas else math.lcm(tp * cp, expert_ranks))
-    args.data_parallel_size = args.world_size // (stages * tp * cp)
-    args.num_distributed_optimizer_instances = 1
-    args.rampup_batch_size = args.step_batch_size_schedule = None
-    args.global_batch_size = args.micro_batch_size * args.data_parallel_size
-    return args
+        changed["max_position_embeddings"] = run_config.data.seq_length
+    if transformer.recompute_num_layers is not None:
+        changed["recompute_num_layers"] = min(transformer.recompute_num_layers, len(pattern))
+    stages = min(2, transformer.pipeline_model_parallel_size)
+    further = "m" * (transformer.mtp_num_layers or 0)
+    tp, cp = transformer.tensor_model_parallel_size, transformer.context_parallel_size
+    of_stage = run_config.launch.world_size // transformer.pipeline_model_parallel_size
+    expert_ranks = transformer.expert_model_parallel_size * transformer.expert_tensor_parallel_size
+    world_size = stages * (of_stage if has_all_replicas else math.lcm(tp * cp, expert_ranks))
+    data_parallel_size = world_size // (stages * tp * cp)
+    return run_config.changed(
+        **changed,
+        pipeline_model_parallel_layout=f"E|{'t' * len(pattern)}{further}L" if stages > 1 else None,
+        pipeline_model_parallel_size=stages,
+        virtual_pipeline_model_parallel_size=None,
+        decoder_first_pipeline_num_layers=None,
+        decoder_last_pipeline_num_layers=None,
+        account_for_embedding_in_pipeline_split=False,
+        account_for_loss_in_pipeline_split=False,
+        world_size=world_size,
+        data_parallel_size=data_parallel_size,
+        num_distributed_optimizer_instances=1,
+        rampup_batch_size=None,
+        step_batch_size_schedule=None,
+        global_batch_size=run_config.training.micro_batch_size * data_parallel_size,
+    )
 
 
 def part_of_name(name: str) -> str | None:
@@ -353,7 +357,7 @@ def part_at(name: str, entered: int, *, num_layers: int) -> str:
 
 
 def measure_memory(
-    args: argparse.Namespace,
+    run_config: RunConfig,
     model_provider: Callable[..., nn.Module],
     *,
     forward_step: ForwardStep,
@@ -365,8 +369,8 @@ def measure_memory(
     saved per layer; one layer is faster. Raises ValueError as the run would for a layer that cannot be built, and for
     models other than GPTModel.
     """
-    kinds = distinct_kinds(args)
-    probe = with_known_rows(probe_args(args, [kind for kind in kinds for _ in range(of_each_kind)]))
+    kinds = distinct_kinds(run_config)
+    probe = with_known_rows(probe_config(run_config, [kind for kind in kinds for _ in range(of_each_kind)]))
     parts: dict[str, PartCost] = {}
     for stage, rank in enumerate(pipeline_of(probe, 0)):
         with as_rank(probe, rank):
@@ -387,7 +391,7 @@ def measure_memory(
         parts.get("embedding copy", PartCost()),
         layers,
         parts[END],
-        _chunk_cost(parts, inner, args=args, probe=probe, numbers=numbers if of_each_kind > 1 else ()),
+        _chunk_cost(parts, inner, run_config=run_config, probe=probe, numbers=numbers if of_each_kind > 1 else ()),
         mtp_expert_layers=0 if inner.mtp is None else _num_expert_layers(inner.mtp),
         rows=rows,
     )
@@ -402,14 +406,16 @@ def _num_expert_layers(model: nn.Module) -> int:
     return sum(isinstance(part, MoELayer) for part in model.modules())
 
 
-def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> dict[str, PartCost]:
+def _parts_of(model: nn.Module, run_config: RunConfig, *, forward_step: ForwardStep) -> dict[str, PartCost]:
     """Returns the bytes of each part: the embedding, each numbered layer, and the end."""
     params: dict[str, list[ParamSize]] = {}
     other: Counter[str] = Counter()
     for name, param in model.named_parameters():
         part = part_of_name(name) or END
         if param.requires_grad:
-            flat_buffer = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
+            flat_buffer = buffer_kind(
+                param, grad_reduce_in_fp32=not run_config.gradient_reduction.grad_reduce_in_bf16, experts_apart=True
+            )
             param_size = ParamSize(param.numel(), flat_buffer, own_bucket=param_facts(param).shared_embedding)
             params.setdefault(part, []).append(param_size)
         else:
@@ -419,7 +425,7 @@ def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: Forwa
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), (AuxLossRecorder, RotaryEmbedding)):
             other[part_of_name(name) or END] += buffer.nbytes
     saved: dict[str, dict[str, int]] = {}
-    for label, size in _saved(model, args, forward_step=forward_step).items():
+    for label, size in _saved(model, run_config, forward_step=forward_step).items():
         part, _, kind = label.partition(": ")
         saved.setdefault(part, {})[kind] = size
     return {
@@ -428,7 +434,7 @@ def _parts_of(model: nn.Module, args: argparse.Namespace, *, forward_step: Forwa
     }
 
 
-def _saved(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardStep) -> Counter[str]:
+def _saved(model: nn.Module, run_config: RunConfig, *, forward_step: ForwardStep) -> Counter[str]:
     """Returns the bytes saved for backward, keyed by "part: kind".
 
     Tensors saved between layers, as with recompute, count for the layer that follows.
@@ -441,21 +447,24 @@ def _saved(model: nn.Module, args: argparse.Namespace, *, forward_step: ForwardS
         return f"{part_at(name, reached[-1], num_layers=len(layers))}: {kind_of_module(name)}"
 
     try:
-        return saved_by(model, args, forward_step=forward_step, kind_of=label).by_kind
+        return saved_by(model, run_config, forward_step=forward_step, kind_of=label).by_kind
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _static_rows(model: nn.Module, args: argparse.Namespace) -> StaticRows | None:
+def _static_rows(model: nn.Module, run_config: RunConfig) -> StaticRows | None:
+    transformer = run_config.transformer
     dispatchers = [part.token_dispatcher for part in model.modules() if isinstance(part, MoELayer)]
     if not dispatchers:
         return None
     assert isinstance(dispatchers[0], MoEStaticTokenDispatcher), "a plan counts rows in static buffers"
     budget = dispatchers[0].budget
-    shared = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-    tokens = args.seq_length * args.micro_batch_size // shared
-    balanced = tokens * budget.topk * (args.expert_tensor_parallel_size or args.tensor_model_parallel_size)
+    shared = transformer.context_parallel_size * (
+        transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1
+    )
+    tokens = run_config.data.seq_length * run_config.training.micro_batch_size // shared
+    balanced = tokens * budget.topk * (transformer.expert_tensor_parallel_size)
     return StaticRows(budget.rows_of_rank(tokens), balanced)
 
 
@@ -463,8 +472,8 @@ def _chunk_cost(
     parts: Mapping[str, PartCost],
     model: nn.Module,
     *,
-    args: argparse.Namespace,
-    probe: argparse.Namespace,
+    run_config: RunConfig,
+    probe: RunConfig,
     numbers: Sequence[int],
 ) -> PartCost:
     """Returns the bytes that occur once per chunk: shared buffers, and tensors that only a kind's first layer saves.
@@ -476,21 +485,23 @@ def _chunk_cost(
     for number in numbers:
         first, own = parts[f"layer {number - 1}"].saved, parts[f"layer {number}"].saved
         saved.update({kind: first.get(kind, 0) - own.get(kind, 0) for kind in {**first, **own}})
-    other, further = 0, args.mtp_num_layers or 0
+    other, further = 0, run_config.transformer.mtp_num_layers or 0
     for part in model.modules():
         size = sum(buffer.nbytes for buffer in part.buffers(recurse=False))
         if isinstance(part, RotaryEmbedding):
-            other += size * args.max_position_embeddings // probe.max_position_embeddings
+            other += size * run_config.gpt.max_position_embeddings // probe.gpt.max_position_embeddings
         elif isinstance(part, AuxLossRecorder):
             # The recorder stores tables with a row for each layer of the model, and one number.
             alone = part.backward_scale.nbytes
-            other += alone + (size - alone) // (probe.num_layers + further) * (args.num_layers + further)
+            other += alone + (size - alone) // (probe.transformer.num_layers + further) * (
+                run_config.transformer.num_layers + further
+            )
     return PartCost((), other, {kind: size for kind, size in saved.items() if size})
 
 
 def measure_work(
     costs: ModelCosts,
-    args: argparse.Namespace,
+    run_config: RunConfig,
     model_provider: Callable[..., nn.Module],
     *,
     forward_step: ForwardStep,
@@ -503,9 +514,9 @@ def measure_work(
     backward kernels may be attributed to the part before it. has_all_replicas: whether the short run has as many
     data-parallel ranks as the run. Raises ValueError as the run would for a layer that cannot be built.
     """
-    kinds = distinct_kinds(args)
+    kinds = distinct_kinds(run_config)
     pattern = [kind for kind in kinds for _ in range(of_each_kind)]
-    probe = probe_args(args, pattern, has_all_replicas=has_all_replicas)
+    probe = probe_config(run_config, pattern, has_all_replicas=has_all_replicas)
     stages = []
     for rank in pipeline_of(probe, 0):
         with as_rank(probe, rank) as groups:
@@ -527,21 +538,21 @@ def measure_work(
 
 
 def _trace_stage(
-    args: argparse.Namespace,
+    run_config: RunConfig,
     model_provider: Callable[..., nn.Module],
     *,
     forward_step: ForwardStep,
     groups: ProcessGroupCollection,
 ) -> tuple[dict[str, PartWork], StepWork]:
     """Runs a step of one stage of the short model. Returns the work of each part, and the work once per step."""
-    model, optimizer, _ = build_model_and_optimizer(model_provider, args)
-    recorder = _PartRecorder(model[0], live_rows=live_rows(model), spans=_param_spans(model[0], args))
+    model, optimizer, _ = build_model_and_optimizer(model_provider, run_config)
+    recorder = _PartRecorder(model[0], live_rows=live_rows(model), spans=_param_spans(model[0], run_config))
     messages = _PartMessages(groups, recorder)
     with traced_steps(
-        args, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=recorder.note
+        run_config, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=recorder.note
     ) as traced:
         with recorder.recording():
-            traced.step(1, batch=batch_of(args), modes=[messages])
+            traced.step(1, batch=batch_of(run_config), modes=[messages])
     once = [
         one
         for one in messages.take()
@@ -573,11 +584,13 @@ class _ParamSpan:
     shape: tuple[int, ...]
 
 
-def _param_spans(chunk: nn.Module, args: argparse.Namespace) -> dict[int, list[_ParamSpan]]:
+def _param_spans(chunk: nn.Module, run_config: RunConfig) -> dict[int, list[_ParamSpan]]:
     """Maps the storages of a chunk's parameters and gradients to their spans, whose layouts are equal."""
     found: dict[int, list[_ParamSpan]] = {}
     for param in chunk.parameters():
-        kind = buffer_kind(param, grad_reduce_in_fp32=not args.grad_reduce_in_bf16, experts_apart=True)
+        kind = buffer_kind(
+            param, grad_reduce_in_fp32=not run_config.gradient_reduction.grad_reduce_in_bf16, experts_apart=True
+        )
         start = int(param.storage_offset())
         span = _ParamSpan(start, start + param.numel(), kind.is_expert, tuple(param.shape))
         found.setdefault(storage_id(param.untyped_storage()), []).append(span)

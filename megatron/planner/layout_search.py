@@ -4,8 +4,6 @@ layout_space.py lists the candidates. Each candidate is estimated from the measu
 best candidates are measured on models built for them.
 """
 
-import argparse
-import copy
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +14,6 @@ from itertools import islice
 
 from torch import nn
 
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.pipeline_parallel.schedule import stage_orders
 from megatron.planner.layer_costs import (
     EMBEDDING,
@@ -45,12 +42,11 @@ from megatron.planner.stage_costs import (
 )
 from megatron.planner.step_time import StepTime, estimate_step, full_rounds, long_step, overlap_of
 from megatron.planner.work import BACKWARD, FORWARD, GRADS, PARAMS, Traffic, message_seconds, seconds_by_kind
-from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
-from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.arguments import read_run_config
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device
 from megatron.training.compute.flops import num_floating_point_operations
-from megatron.training.data_parallel import ddp_config_of
+from megatron.training.config import RunConfig
 from megatron.training.setup import setup_tokenizer
 
 # Number of rejected layouts of one kind after which the search skips the kind.
@@ -216,18 +212,18 @@ class LayoutCosts:
     def __init__(
         self,
         words: Sequence[str],
-        args: argparse.Namespace,
+        run_config: RunConfig,
         *,
         space: Space,
         device: Device,
         model_provider: Callable[..., nn.Module],
         forward_step: ForwardStep,
     ) -> None:
-        self._words, self._args, self._space, self._device = tuple(words), args, space, device
+        self._words, self._run_config, self._space, self._device = tuple(words), run_config, space, device
         self._provider, self._forward_step = model_provider, forward_step
-        self._kinds = layer_kinds(args)
-        self._overlapped_by = overlap_of(args).overlapped_by
-        self._given_sharding = _sharding_of(args)
+        self._kinds = layer_kinds(run_config)
+        self._overlapped_by = overlap_of(run_config).overlapped_by
+        self._given_sharding = _sharding_of(run_config)
         self._refusals: Counter[tuple[object, ...]] = Counter()
         # Measured costs and the layout they belong to: memory by kind, latest memory by tensor sizes, and work by kind.
         self._measured_memory: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
@@ -272,14 +268,14 @@ class LayoutCosts:
     def advice(self, layout: Layout) -> Advice | None:
         """Measures a layout on a model built for it, or returns None if the run rejects the layout."""
         try:
-            args = self._validated(layout)
-            costs = measure_memory(args, self._provider, forward_step=self._forward_step)
-            stages = tuple(quick_stages(args, costs))
-            costs = measure_work(costs, args, self._provider, forward_step=self._forward_step)
+            run_config = self._validated(layout)
+            costs = measure_memory(run_config, self._provider, forward_step=self._forward_step)
+            stages = tuple(quick_stages(run_config, costs))
+            costs = measure_work(costs, run_config, self._provider, forward_step=self._forward_step)
         except ValueError as error:
             self.last_refusal = str(error)
             return None
-        time = self._step_time(args, costs, stages=stages)
+        time = self._step_time(run_config, costs, stages=stages)
         return Advice(layout, self.words_of(layout), stages, time)
 
     def _may_fit(self, layout: Layout, *, limit: int) -> bool:
@@ -327,8 +323,8 @@ class LayoutCosts:
         if self._refusals[kind] >= _MAX_REFUSALS:
             return False
         try:
-            args = self._validated(layout)
-            costs = measure_memory(args, self._provider, forward_step=self._forward_step, of_each_kind=1)
+            run_config = self._validated(layout)
+            costs = measure_memory(run_config, self._provider, forward_step=self._forward_step, of_each_kind=1)
         except ValueError as error:
             self._refusals[kind] += 1
             self.last_refusal = str(error)
@@ -336,9 +332,9 @@ class LayoutCosts:
         self._measured_memory[kind] = self._latest_memory[layout.tensor, layout.expert_tensor] = costs, layout
         return True
 
-    def _validated(self, layout: Layout) -> argparse.Namespace:
+    def _validated(self, layout: Layout) -> RunConfig:
         words = [*self.words_of(layout), "--dry-run", "--world-size", str(self._space.world_size)]
-        return validate_args(parse_args(argv=words))
+        return read_run_config(words)
 
     def _shape(self, layout: Layout) -> Shape:
         key = (layout.stages, layout.counts)
@@ -357,7 +353,7 @@ class LayoutCosts:
             layout.expert_tensor,
             self._layers[key][0],
             num_microbatches=self._space.global_batch // (data * layout.micro_batch),
-            group_size=self._args.microbatch_group_size_per_vp_stage,
+            group_size=self._run_config.transformer.microbatch_group_size_per_vp_stage,
         )
 
     def _distinct(self, layout: Layout) -> list[int]:
@@ -374,24 +370,27 @@ class LayoutCosts:
         sizes = (layout.tensor, layout.context, layout.expert, layout.expert_tensor, layout.stages, layout.chunks)
         key = (*sizes, layout.sharding, layout.counts, stage)
         if key not in self._states:
-            args = self._sharded_args(layout.sharding)
+            run_config = self._with_sharding(layout.sharding)
             self._states[key] = model_states(
                 costs,
                 shape,
                 stage=stage,
-                ddp_config=ddp_config_of(args),
-                optimizer_config=config_from_args(OptimizerConfig, args),
+                ddp_config=run_config.ddp,
+                optimizer_config=run_config.optimizer,
             )
         return self._states[key]
 
-    def _sharded_args(self, sharding: Sharding | None) -> argparse.Namespace:
-        args = copy.copy(self._args)
-        if sharding is not None:
-            shards = sharding is not Sharding.NOTHING
-            args.use_distributed_optimizer = args.overlap_grad_reduce = args.overlap_param_gather = shards
-            args.shard_gradients = sharding is Sharding.GRADIENTS
-            args.optimizer = "distributed_fused_adam" if args.shard_gradients else "adam"
-        return args
+    def _with_sharding(self, sharding: Sharding | None) -> RunConfig:
+        if sharding is None:
+            return self._run_config
+        shards, of_gradients = sharding is not Sharding.NOTHING, sharding is Sharding.GRADIENTS
+        return self._run_config.changed(
+            use_distributed_optimizer=shards,
+            overlap_grad_reduce=shards,
+            overlap_param_gather=shards,
+            shard_gradients=of_gradients,
+            optimizer="distributed_fused_adam" if of_gradients else "adam",
+        )
 
     def _activations_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, int]:
         """Returns the bytes of activations and pages of each distinct stage, with one sample per microbatch."""
@@ -489,12 +488,14 @@ class LayoutCosts:
             )
         )
 
-    def _step_time(self, args: argparse.Namespace, costs: ModelCosts, *, stages: Sequence[RankMemory]) -> StepTime:
-        setup_tokenizer(args)  # pads the vocabulary for the layout
-        shape, ddp_config = shape_of(args), ddp_config_of(args)
-        tokens = args.micro_batch_size * args.seq_length // (shape.tensor * shape.context)
-        samples = args.micro_batch_size * args.data_parallel_size
-        hidden_bytes = tokens * args.hidden_size * core_transformer_config_from_args(args).hidden_dtype.itemsize
+    def _step_time(self, run_config: RunConfig, costs: ModelCosts, *, stages: Sequence[RankMemory]) -> StepTime:
+        setup_tokenizer(run_config)  # pads the vocabulary for the layout
+        shape, ddp_config = shape_of(run_config), run_config.ddp
+        tokens = run_config.training.micro_batch_size * run_config.data.seq_length // (shape.tensor * shape.context)
+        samples = run_config.training.micro_batch_size * run_config.launch.data_parallel_size
+        transformer = run_config.transformer
+        hidden_bytes = tokens * transformer.hidden_size * transformer.hidden_dtype.itemsize
+        flops = num_floating_point_operations(run_config, 1)
 
         def estimate(num_microbatches: int) -> StepTime:
             short = replace(shape, num_microbatches=num_microbatches)
@@ -513,18 +514,18 @@ class LayoutCosts:
                 loads,
                 stage_orders(shape.pipeline, num_microbatches, group_size=shape.group_size),
                 device=self._device,
-                overlap=overlap_of(args),
+                overlap=overlap_of(run_config),
                 in_node=in_node_ranks(shape, self._device.devices_per_node),
-                tokens=num_microbatches * samples * args.seq_length,
-                flops_per_rank=num_floating_point_operations(args, 1) * num_microbatches * samples / shape.world_size,
+                tokens=num_microbatches * samples * run_config.data.seq_length,
+                flops_per_rank=flops * num_microbatches * samples / shape.world_size,
             )
 
         time = long_step(estimate, shape.num_microbatches, group_size=shape.group_size or shape.stages)
         return replace(time, spans=[])  # unused, and large for many layouts
 
 
-def _sharding_of(args: argparse.Namespace) -> Sharding:
-    ddp_config = ddp_config_of(args)
+def _sharding_of(run_config: RunConfig) -> Sharding:
+    ddp_config = run_config.ddp
     if ddp_config.shard_gradients:
         return Sharding.GRADIENTS
     return Sharding.STATES if ddp_config.use_distributed_optimizer else Sharding.NOTHING

@@ -17,13 +17,14 @@ from megatron.core.datasets.data_config import DataConfig
 from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.planner.layer_costs import LayerKind, layer_kinds
 from megatron.planner.stage_costs import check_counted
-from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
-from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.config_builder import config_from_args, run_config_of
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.parser import COMMAND_LINE, given_arguments
 from megatron.training.command_line.values import value_of_word
-from megatron.training.compute.flops import num_floating_point_operations
+from megatron.training.compute.flops import model_operations
+from megatron.training.config import RunConfig
 from megatron.training.setup import setup_tokenizer
 
 # Minimum length of a rank's part of a sequence under context parallelism. Shorter parts favor tensor parallelism.
@@ -260,12 +261,12 @@ class Space:
 class Request:
     """A command line without a layout.
 
-    words: flags common to all layouts. args: their validated arguments on one rank. assumed: required words that the
+    words: flags common to all layouts. run_config: their settings on one rank. assumed: required words that the
     user did not give and that were added.
     """
 
     words: tuple[str, ...]
-    args: argparse.Namespace
+    run_config: RunConfig
     space: Space
     assumed: tuple[str, ...]
 
@@ -281,17 +282,17 @@ def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int
     given = {name for name, source in given_arguments(parsed).items() if source == COMMAND_LINE}
     assumed = _assumed(parsed, given=given, world_size=world_size)
     completed = _with_assumed(parsed, assumed)
-    args = _on_one_rank_per_stage(completed)
-    check_counted(args)
-    setup_tokenizer(args)  # sets the size of the vocabulary
+    run_config = _on_one_rank_per_stage(completed)
+    check_counted(run_config)
+    setup_tokenizer(run_config)  # sets the size of the vocabulary
     added = [word for name, value in assumed.items() for word in (f"--{name.replace('_', '-')}", *value)]
     space = _space_of(
-        args,
+        run_config,
         world_size=world_size,
         devices_per_node=devices_per_node,
         fixed={**_fixed_choices(completed, given), **_fixed_split(completed, given)},
     )
-    return Request((*words, *added), args, space, tuple(added))
+    return Request((*words, *added), run_config, space, tuple(added))
 
 
 def _assumed(args: argparse.Namespace, *, given: Set[str], world_size: int) -> dict[str, tuple[str, ...]]:
@@ -326,7 +327,7 @@ def _with_assumed(args: argparse.Namespace, assumed: Mapping[str, tuple[str, ...
     return args
 
 
-def _on_one_rank_per_stage(args: argparse.Namespace, *, stages: int = 1) -> argparse.Namespace:
+def _on_one_rank_per_stage(args: argparse.Namespace, *, stages: int = 1) -> RunConfig:
     """Validates the arguments for one rank per stage, to report errors that do not depend on the layout."""
     args = copy.copy(args)
     for name in _SIZES.values():
@@ -336,7 +337,7 @@ def _on_one_rank_per_stage(args: argparse.Namespace, *, stages: int = 1) -> argp
         for name in _SPLIT_FLAGS:
             setattr(args, name, False if name.startswith("account") else None)
     args.sequence_parallel = False
-    return validate_args(args)
+    return run_config_of(validate_args(args))
 
 
 def _fixed_choices(args: argparse.Namespace, given: Set[str]) -> dict[str, Any]:
@@ -353,62 +354,72 @@ def _fixed_split(args: argparse.Namespace, given: Set[str]) -> dict[str, Any]:
     if _SIZES["stages"] not in given:
         flag = f"--{flags[0].replace('_', '-')}"
         raise CommandLineError(f"{flag} is given: give --pipeline-model-parallel-size as well, or drop it")
-    args = _on_one_rank_per_stage(args, stages=args.pipeline_model_parallel_size)
-    counts = layers_per_part(core_transformer_config_from_args(args), num_layers=args.num_layers)
-    return {"counts": tuple(counts), "chunks": args.virtual_pipeline_model_parallel_size or 1}
+    transformer = _on_one_rank_per_stage(args, stages=args.pipeline_model_parallel_size).transformer
+    counts = layers_per_part(transformer, num_layers=transformer.num_layers)
+    return {"counts": tuple(counts), "chunks": transformer.virtual_pipeline_model_parallel_size or 1}
 
 
-def _space_of(args: argparse.Namespace, *, world_size: int, devices_per_node: int, fixed: Mapping[str, Any]) -> Space:
-    kinds = layer_kinds(args)
-    flops, end = layer_flops(args, kinds)
+def _space_of(run_config: RunConfig, *, world_size: int, devices_per_node: int, fixed: Mapping[str, Any]) -> Space:
+    kinds = layer_kinds(run_config)
+    transformer = run_config.transformer
+    flops, end = layer_flops(run_config, kinds)
     return Space(
         world_size,
-        num_layers=args.num_layers,
-        num_heads=args.num_attention_heads,
-        num_experts=args.num_experts,
-        seq_length=args.seq_length,
-        global_batch=args.global_batch_size,
+        num_layers=transformer.num_layers,
+        num_heads=transformer.num_attention_heads,
+        num_experts=transformer.num_moe_experts,
+        seq_length=run_config.data.seq_length,
+        global_batch=run_config.batch_sizes().schedule.final_size,
         devices_per_node=devices_per_node,
         layer_costs=tuple(flops[kind] for kind in kinds),
         end_cost=end,
-        recompute_modules=recompute_modules(args),
-        further_layers=args.mtp_num_layers or 0,
+        recompute_modules=recompute_modules(run_config),
+        further_layers=transformer.mtp_num_layers or 0,
         fixed=fixed,
     )
 
 
-def recompute_modules(args: argparse.Namespace) -> dict[Recompute, tuple[str, ...]]:
+def recompute_modules(run_config: RunConfig) -> dict[Recompute, tuple[str, ...]]:
     """Returns, for each choice, the modules of this model that it recomputes."""
-    has_dense = any(not kind.has_experts for kind in layer_kinds(args))
+    transformer = run_config.transformer
+    has_dense = any(not kind.has_experts for kind in layer_kinds(run_config))
     cheap = {
         "layernorm": True,
-        "moe_act": args.num_experts is not None and args.moe_grouped_gemm,
-        "mla_up_proj": args.multi_latent_attention,
+        "moe_act": transformer.num_moe_experts is not None and transformer.moe_grouped_gemm,
+        "mla_up_proj": transformer.multi_latent_attention,
     }
-    whole = {"mlp": has_dense, "moe": args.num_experts is not None}
+    whole = {"mlp": has_dense, "moe": transformer.num_moe_experts is not None}
     return {
         Recompute.CHEAP: tuple(name for name, there in cheap.items() if there),
         Recompute.FEED_FORWARD: tuple(name for name, there in whole.items() if there),
     }
 
 
-def layer_flops(args: argparse.Namespace, kinds: Sequence[LayerKind]) -> tuple[dict[LayerKind, float], float]:
+def layer_flops(run_config: RunConfig, kinds: Sequence[LayerKind]) -> tuple[dict[LayerKind, float], float]:
     """Returns the forward FLOPs of one sample in each kind of layer and in the model's end.
 
     The end includes multi-token prediction.
     """
-    found = {kind: _forward_flops(args, [kind, kind]) - _forward_flops(args, [kind]) for kind in dict.fromkeys(kinds)}
-    with_end = _forward_flops(args, [kinds[-1]], mtp_num_layers=args.mtp_num_layers)
+    found = {
+        kind: _forward_flops(run_config, [kind, kind]) - _forward_flops(run_config, [kind])
+        for kind in dict.fromkeys(kinds)
+    }
+    with_end = _forward_flops(run_config, [kinds[-1]], mtp_num_layers=run_config.transformer.mtp_num_layers)
     return found, with_end - found[kinds[-1]]
 
 
-def _forward_flops(args: argparse.Namespace, kinds: Sequence[LayerKind], *, mtp_num_layers: int | None = None) -> float:
-    args = copy.copy(args)
+def _forward_flops(run_config: RunConfig, kinds: Sequence[LayerKind], *, mtp_num_layers: int | None = None) -> float:
+    # Changed without checks, because other settings, such as the number of recomputed layers, are for the whole model.
+    config = copy.copy(run_config.transformer)
     # Without LoRA, because the forward has a third of the FLOPs only if all weights are trained.
-    args.num_layers, args.mtp_num_layers, args.lora_rank = len(kinds), mtp_num_layers, None
-    if args.num_experts is not None:
-        args.moe_layer_freq = [int(kind.has_experts) for kind in kinds]
-    return num_floating_point_operations(args, 1) / _FORWARDS_IN_TRAINING
+    config.num_layers, config.mtp_num_layers, config.lora_rank = len(kinds), mtp_num_layers, None
+    if config.num_moe_experts is not None:
+        config.moe_layer_freq = [int(kind.has_experts) for kind in kinds]
+    tokens = run_config.data.seq_length
+    operations = model_operations(
+        config, vocab_size=run_config.gpt.padded_vocab_size, seq_length=tokens, tokens=tokens, scored=tokens
+    )
+    return operations / _FORWARDS_IN_TRAINING
 
 
 def _size(flag: str, size: int) -> list[str]:

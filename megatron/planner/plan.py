@@ -4,8 +4,6 @@ The run's own code builds the rank's model, buffers and optimizer on the meta de
 (fake_ranks.py, and without_memory of megatron/core/device). report.py prints plans.
 """
 
-import argparse
-import copy
 from collections import Counter
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -39,9 +37,10 @@ from megatron.planner.work import EXPERTS, StageLoad
 from megatron.training.checkpointing.rng_state import seed_ranks
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
+from megatron.training.command_line.parser import RunArguments
 from megatron.training.command_line.published import publish_run, publish_timers, publish_tokenizer
-from megatron.training.command_line.validation import batch_sizes
 from megatron.training.compute.flops import count_of, num_floating_point_operations, parameters_by_key
+from megatron.training.config import RunConfig
 from megatron.training.meters.memory import bytes_of, gradient_tensors, parameter_tensors
 from megatron.training.setup import build_model, build_model_and_optimizer, setup_batches, setup_tokenizer
 from megatron.training.step.expert_memory import build_expert_memory
@@ -240,7 +239,7 @@ _Traces = dict[Hashable, StageTrace]
 
 
 def plan_run(
-    args: argparse.Namespace,
+    run_config: RunConfig,
     model_provider: Callable[..., nn.Module],
     *,
     forward_step_func: ForwardStep,
@@ -248,81 +247,93 @@ def plan_run(
     rank_in_stage: int = 0,
     only_stages: Collection[int] | None = None,
 ) -> Plan:
-    """Plans the run described by validated args, which has args.world_size ranks.
+    """Plans the run with these settings.
 
     forward_step_func: the training script's function, called with batches on the meta device. rank_in_stage: index of
     the planned rank within each stage. Rank 0 of a stage uses the most memory, because the last shards may be shorter.
     only_stages: stages to plan and whose parameters are counted; defaults to all. Raises the same errors as a run for
     invalid sizes and for models that cannot be built.
     """
-    args = copy.copy(args)
-    args.ddp_debug = False  # a plan has no values to check
+    run_config = run_config.changed(ddp_debug=False)  # a plan has no values to check
     stages: list[RankPlan] = []
     stashed: list[Sequence[StashEvent]] = []
     traces = _Traces()
-    for stage, rank in enumerate(pipeline_of(args, rank_in_stage)):
+    for stage, rank in enumerate(pipeline_of(run_config, rank_in_stage)):
         if only_stages is not None and stage not in only_stages:
             continue
-        with as_rank(args, rank) as groups:
-            build = _RankBuild(args, model_provider, stage=stage, groups=groups, config_overrides=config_overrides)
+        with as_rank(run_config, rank) as groups:
+            build = _RankBuild(
+                run_config, model_provider, stage=stage, groups=groups, config_overrides=config_overrides
+            )
             stages.append(build.plan(rank, forward_step=forward_step_func, traces=traces))
             stashed.append(build.stash_events)
-    if args.moe_paged_stash and not args.skip_train and only_stages is None:
+    if run_config.transformer.moe_paged_stash and not run_config.training.skip_train and only_stages is None:
         with flags_named_in_errors():
             check_effect(stashed)
     # All ranks exchange the sums of every loss that any rank reports.
     names = {name for trace in traces.values() for name in trace.step.names}
     stages = [replace(one, load=with_names(one.load, len(names))) for one in stages]
-    total, active = count_of({key: size for stage in stages for key, size in stage.sizes.items()}, args)
+    sizes = {key: size for stage in stages for key, size in stage.sizes.items()}
+    total, active = count_of(sizes, run_config.transformer)
     return Plan(
         stages,
         num_parameters=total,
         active_parameters=active,
-        num_microbatches=batch_sizes(args).final_num_microbatches,
-        is_balanced=_has_dynamic_rows(args),
-        flops_per_sample=num_floating_point_operations(args, 1),
-        substitutions=substitutions(args),
+        num_microbatches=run_config.batch_sizes().final_num_microbatches,
+        is_balanced=_has_dynamic_rows(run_config),
+        flops_per_sample=num_floating_point_operations(run_config, 1),
+        substitutions=substitutions(run_config),
     )
 
 
-def pipeline_number_of(args: argparse.Namespace, rank: int) -> int:
+def pipeline_number_of(run_config: RunConfig, rank: int) -> int:
     """Returns the index of the pipeline that contains the rank. Raises CommandLineError for a rank outside the run."""
-    if not 0 <= rank < args.world_size:
+    world_size = run_config.launch.world_size
+    if not 0 <= rank < world_size:
         raise CommandLineError(
-            f"RANK is {rank} in the environment: must be from 0 to {args.world_size - 1} for this --world-size"
+            f"RANK is {rank} in the environment: must be from 0 to {world_size - 1} for this --world-size"
         )
-    return next(number for number, ranks in enumerate(_pipelines(args)) if rank in ranks)
+    return next(number for number, ranks in enumerate(_pipelines(run_config)) if rank in ranks)
 
 
-def pipeline_of(args: argparse.Namespace, number: int) -> list[int]:
+def pipeline_of(run_config: RunConfig, number: int) -> list[int]:
     """Returns the ranks of one pipeline, in the order of stages. number: index of the pipeline in the layout."""
-    return _pipelines(args)[number]
+    return _pipelines(run_config)[number]
 
 
-def _pipelines(args: argparse.Namespace) -> list[list[int]]:
-    tp, pp, cp = args.tensor_model_parallel_size, args.pipeline_model_parallel_size, args.context_parallel_size
-    order = "tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else DEFAULT_ORDER
-    return RankGenerator(tp, 1, args.world_size // (tp * pp * cp), pp, cp, order).get_ranks("pp")
+def _pipelines(run_config: RunConfig) -> list[list[int]]:
+    transformer = run_config.transformer
+    tp, pp, cp = (
+        transformer.tensor_model_parallel_size,
+        transformer.pipeline_model_parallel_size,
+        transformer.context_parallel_size,
+    )
+    order = "tp-cp-ep-pp-dp" if run_config.distributed.use_tp_pp_dp_mapping else DEFAULT_ORDER
+    return RankGenerator(tp, 1, run_config.launch.world_size // (tp * pp * cp), pp, cp, order).get_ranks("pp")
 
 
 @contextmanager
-def as_rank(args: argparse.Namespace, rank: int) -> Iterator[ProcessGroupCollection]:
+def as_rank(run_config: RunConfig, rank: int) -> Iterator[ProcessGroupCollection]:
     """Makes this process act as a rank inside the block, on the meta device. Publishes the arguments to scripts."""
-    with fake_rank(args, rank, world_size=args.world_size) as groups, without_memory(), torch.device("meta"):
+    with (
+        fake_rank(run_config, rank, world_size=run_config.launch.world_size) as groups,
+        without_memory(),
+        torch.device("meta"),
+    ):
         try:
-            _publish(args)
-            setup_batches(args)
-            seed_ranks(args.seed, groups)
+            _publish(run_config)
+            setup_batches(run_config)
+            seed_ranks(run_config.training.seed, groups)
             yield groups
         finally:
             publish_run(None)
             destroy_num_microbatches_calculator()
 
 
-def _publish(args: argparse.Namespace) -> None:
-    publish_run(args)
+def _publish(run_config: RunConfig) -> None:
+    publish_run(RunArguments(run_config))
     publish_timers(Timers(0, "minmax"))
-    publish_tokenizer(setup_tokenizer(args))
+    publish_tokenizer(setup_tokenizer(run_config))
 
 
 class _RankBuild:
@@ -330,23 +341,25 @@ class _RankBuild:
 
     def __init__(
         self,
-        args: argparse.Namespace,
+        run_config: RunConfig,
         model_provider: Callable[..., nn.Module],
         *,
         stage: int,
         groups: ProcessGroupCollection,
         config_overrides: ConfigOverrides | None,
     ) -> None:
-        self._args, self._provider, self._stage, self._groups = args, model_provider, stage, groups
+        self._run_config, self._provider, self._stage, self._groups = run_config, model_provider, stage, groups
         optimizer: MegatronOptimizer | None = None
-        if args.skip_train:
-            model = build_model(model_provider, args)
+        if run_config.training.skip_train:
+            model = build_model(model_provider, run_config)
         else:
-            model, optimizer, _ = build_model_and_optimizer(model_provider, args, config_overrides=config_overrides)
+            model, optimizer, _ = build_model_and_optimizer(
+                model_provider, run_config, config_overrides=config_overrides
+            )
         self._model, self._optimizer = model, optimizer
         # An evaluation has no stash.
-        self._expert_memory = None if optimizer is None else build_expert_memory(model, args, groups=groups)
-        self._num_microbatches = batch_sizes(args).final_num_microbatches
+        self._expert_memory = None if optimizer is None else build_expert_memory(model, run_config, groups=groups)
+        self._num_microbatches = run_config.batch_sizes().final_num_microbatches
 
     @property
     def stash_events(self) -> Sequence[StashEvent]:
@@ -399,13 +412,16 @@ class _RankBuild:
 
     def _passes(self, num_microbatches: int) -> Sequence[Action]:
         """Returns the passes of the stage in a step of num_microbatches."""
-        pipeline = Pipeline(self._args.pipeline_model_parallel_size, len(self._model))
+        pipeline = Pipeline(self._run_config.transformer.pipeline_model_parallel_size, len(self._model))
         group_size = get_model_config(self._model[0]).microbatch_group_size_per_vp_stage
         return stage_orders(pipeline, num_microbatches, group_size=group_size)[self._stage]
 
     def _trace(self, forward_step: ForwardStep, traces: _Traces) -> StageTrace:
         """Returns the trace of the stage, which stages of the same structure and position share."""
-        is_first, is_last = self._stage == 0, self._stage == self._args.pipeline_model_parallel_size - 1
+        is_first, is_last = (
+            self._stage == 0,
+            self._stage == self._run_config.transformer.pipeline_model_parallel_size - 1,
+        )
         key = structure_of(self._model), is_first, is_last
         if key not in traces:
             traces[key] = self._new_trace(forward_step)
@@ -416,26 +432,26 @@ class _RankBuild:
             # An evaluation has no backward.
             return StageTrace(tuple(SavedSizes(Counter()) for _ in self._model), 0, StepTrace())
         saved, experts_of_layer = self._saved(forward_step)
-        _publish(self._args)
+        _publish(self._run_config)
         step = trace_step(
-            self._args,
+            self._run_config,
             self._model,
             optimizer=self._optimizer,
             forward_step=forward_step,
             groups=self._groups,
             num_microbatches=self._num_microbatches,
-            batch=batch_of(self._args),
+            batch=batch_of(self._run_config),
         )
         return StageTrace(saved, experts_of_layer, step)
 
     def _saved(self, forward_step: ForwardStep) -> tuple[tuple[SavedSizes, ...], int]:
         """Returns the bytes that a microbatch saves for backward in each chunk, and in the experts of one layer."""
-        args, model = self._args, self._model
-        if _has_dynamic_rows(args) or args.use_torch_fsdp2:
-            args = with_known_rows(args)
-            _publish(args)
-            model = build_model(self._provider, args)
-        saved = tuple(saved_by(chunk, args, forward_step=forward_step) for chunk in model)
+        run_config, model = self._run_config, self._model
+        if _has_dynamic_rows(run_config) or run_config.sharded_parameters.use_torch_fsdp2:
+            run_config = with_known_rows(run_config)
+            _publish(run_config)
+            model = build_model(self._provider, run_config)
+        saved = tuple(saved_by(chunk, run_config, forward_step=forward_step) for chunk in model)
         of_layers = [
             kept.by_kind[EXPERTS] // max(1, sum(isinstance(part, MoELayer) for part in chunk.modules()))
             for chunk, kept in zip(model, saved, strict=True)
@@ -466,30 +482,37 @@ def _setting(value: Any) -> Any:
     return type(value)
 
 
-def _has_dynamic_rows(args: argparse.Namespace) -> bool:
+def _has_dynamic_rows(run_config: RunConfig) -> bool:
     """Returns whether the number of an expert's rows depends on the routing, because its buffers are not static."""
-    return args.num_experts is not None and args.moe_expert_rank_capacity_factor is None
+    return (
+        run_config.transformer.num_moe_experts is not None
+        and run_config.transformer.moe_expert_rank_capacity_factor is None
+    )
 
 
-def with_known_rows(args: argparse.Namespace) -> argparse.Namespace:
-    """Returns the run's arguments, changed so that the number of expert rows does not depend on device data.
+def with_known_rows(run_config: RunConfig) -> RunConfig:
+    """Returns the run's settings, changed so that the number of expert rows does not depend on device data.
 
     Replaces expert buffers whose size would be read from the device by static buffers with exactly the rows of balanced
     routing. Disables FSDP, because passes save the same activations with unsharded parameters.
     """
-    args = copy.copy(args)
-    args.use_torch_fsdp2 = False
-    if _has_dynamic_rows(args):
+    transformer = run_config.transformer
+    changed: dict[str, Any] = {"use_torch_fsdp2": False}
+    if _has_dynamic_rows(run_config):
         # Padding to a capacity above 1 adds rows. Dropping without padding only removes rows, which is ignored.
-        room = args.moe_expert_capacity_factor if args.moe_pad_expert_input_to_capacity else None
-        args.moe_expert_rank_capacity_factor, args.moe_grouped_gemm = max(1.0, room or 1.0), True
-        args.moe_expert_capacity_factor, args.moe_pad_expert_input_to_capacity = None, False
-    return args
+        room = transformer.moe_expert_capacity_factor if transformer.moe_pad_expert_input_to_capacity else None
+        changed |= {
+            "moe_expert_rank_capacity_factor": max(1.0, room or 1.0),
+            "moe_grouped_gemm": True,
+            "moe_expert_capacity_factor": None,
+            "moe_pad_expert_input_to_capacity": False,
+        }
+    return run_config.changed(**changed)
 
 
 def saved_by(
     chunk: nn.Module,
-    args: argparse.Namespace,
+    run_config: RunConfig,
     *,
     forward_step: ForwardStep,
     kind_of: Callable[[str], str] | None = None,
@@ -498,26 +521,29 @@ def saved_by(
 
     kind_of: maps the name of a module to a kind, as for SavedBytes.
     """
+    transformer = run_config.transformer
     inner = unwrap_model(chunk)
     for part in inner.modules():
         if isinstance(part, MoELayer) and part.expert_step is not None:
             part.expert_step.begin()
     if not inner.pre_process:
-        parts = args.context_parallel_size * (args.tensor_model_parallel_size if args.sequence_parallel else 1)
-        shape = args.seq_length // parts, args.micro_batch_size, args.hidden_size
+        parts = transformer.context_parallel_size * (
+            transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1
+        )
+        shape = run_config.data.seq_length // parts, run_config.training.micro_batch_size, transformer.hidden_size
         inner.set_input_tensor(torch.zeros(shape, dtype=inner.config.hidden_dtype, requires_grad=True))
     saved = SavedBytes(chunk, persistent=[*parameter_tensors([chunk]), *gradient_tensors([chunk])], kind_of=kind_of)
     with saved.counting(), AsFusedKernels():
-        output, loss_function = forward_step(repeat(batch_of(args)), chunk)
+        output, loss_function = forward_step(repeat(batch_of(run_config)), chunk)
         kept = loss_function(output) if inner.post_process else output
     found = SavedSizes(saved.by_kind(), saved.on_host())
     del kept
     return found
 
 
-def batch_of(args: argparse.Namespace) -> dict[str, Tensor]:
+def batch_of(run_config: RunConfig) -> dict[str, Tensor]:
     """Returns a meta-device microbatch: tokens, labels and position_ids [B, S], int64, and loss_mask [B, S], fp32."""
-    shape = args.micro_batch_size, args.seq_length
+    shape = run_config.training.micro_batch_size, run_config.data.seq_length
     batch = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "labels", "position_ids")}
     return {**batch, "loss_mask": torch.zeros(shape, dtype=torch.float32)}
 
@@ -545,12 +571,13 @@ def buffer_layouts(model: Sequence[nn.Module]) -> Iterator[BufferLayout]:
             )
 
 
-def substitutions(args: argparse.Namespace) -> tuple[str, ...]:
+def substitutions(run_config: RunConfig) -> tuple[str, ...]:
     """Returns sentences about parts of the run that the plan replaces with others, such as a dispatcher's backend."""
-    if args.num_experts is None or args.moe_token_dispatcher_type != "flex":
+    transformer = run_config.transformer
+    if transformer.num_moe_experts is None or transformer.moe_token_dispatcher_type != "flex":
         return ()
     return (
-        f"--moe-flex-dispatcher-backend {args.moe_flex_dispatcher_backend} is planned with the rows of "
+        f"--moe-flex-dispatcher-backend {transformer.moe_flex_dispatcher_backend} is planned with the rows of "
         "--moe-token-dispatcher-type alltoall, which fills the same buffers; the library's own memory and its "
         "deduplication of messages are not included",
     )

@@ -3,7 +3,6 @@
 plan.py and layout_search.py compute plans, and page.py draws the page.
 """
 
-import argparse
 import json
 import os
 import shlex
@@ -27,6 +26,7 @@ from megatron.planner.step_time import ASSUMPTIONS, STASH_ASSUMPTION, StageTime,
 from megatron.planner.work import link_bytes, message_seconds
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device, planned_device
+from megatron.training.config import RunConfig
 
 JSON_FILE, PAGE_FILE = "plan.json", "plan.html"
 # Columns of a printed line.
@@ -45,10 +45,10 @@ _ROUNDING_SECONDS = 1e-12
 
 
 def print_plan(
-    args: argparse.Namespace,
+    run_config: RunConfig,
     model_provider: Callable[..., nn.Module],
     *,
-    reread: Callable[[Sequence[str]], argparse.Namespace],
+    reread: Callable[[Sequence[str]], RunConfig],
     forward_step_func: ForwardStep,
     config_overrides: ConfigOverrides | None = None,
 ) -> None:
@@ -57,9 +57,9 @@ def print_plan(
     reread: parses the command line with additional words. Raises ValueError for an unknown rank or device, and for an
     unwritable folder.
     """
-    if "WORLD_SIZE" in os.environ and args.rank != 0:
+    if "WORLD_SIZE" in os.environ and run_config.launch.rank != 0:
         return
-    number, device = pipeline_number_of(args, args.rank), planned_device()
+    number, device = pipeline_number_of(run_config, run_config.launch.rank), planned_device()
     planner = Planner(
         reread=reread,
         plan=partial(
@@ -72,17 +72,17 @@ def print_plan(
         model_provider=model_provider,
         forward_step=forward_step_func,
     )
-    plan = planner.plan(args)
-    step = run_time(plan, args, device=device)
+    plan = planner.plan(run_config)
+    step = run_time(plan, run_config, device=device)
     fit = fit_of(plan, device)
     if not fit.fits:
-        fit = with_change(fit, plan, args, planner)
-    lines = [*plan_lines(plan, args), *([] if step is None else time_lines(step, plan)), fit.line]
+        fit = with_change(fit, plan, run_config, planner)
+    lines = [*plan_lines(plan, run_config), *([] if step is None else time_lines(step, plan)), fit.line]
     if not fit.fits:
         lines.append(_OTHER_LAYOUTS)
-    if args.tensorboard_dir is not None:
-        document = plan_document(plan, args, device=device, step=step, fit=fit)
-        lines.append(_written_line(document, Path(args.tensorboard_dir)))
+    if run_config.logging.tensorboard_dir is not None:
+        document = plan_document(plan, run_config, device=device, step=step, fit=fit)
+        lines.append(_written_line(document, Path(run_config.logging.tensorboard_dir)))
     print("\n".join(lines))
 
 
@@ -98,7 +98,7 @@ def _written_line(document: Mapping[str, Any], folder: Path) -> str:
     return f"written: {' and '.join(map(str, files))}"
 
 
-def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
+def plan_lines(plan: Plan, run_config: RunConfig) -> list[str]:
     """Returns the printed lines of a plan."""
     unit, size = next(
         ((unit, size) for unit, size in _UNITS if max(stage.memory.total for stage in plan.stages) >= size),
@@ -116,9 +116,9 @@ def plan_lines(plan: Plan, args: argparse.Namespace) -> list[str]:
     fullest = max(plan.stages, key=lambda stage: stage.memory.total)
     temporary = fullest.memory.temporary
     return [
-        f"plan of {_number(args.world_size, 'rank')}: {_layout(args)}; "
+        f"plan of {_number(run_config.launch.world_size, 'rank')}: {_layout(run_config)}; "
         f"{_number(plan.num_microbatches, 'microbatch', several='microbatches')} of "
-        f"{args.micro_batch_size} x {args.seq_length} tokens a step",
+        f"{run_config.training.micro_batch_size} x {run_config.data.seq_length} tokens a step",
         f"parameters: {plan.num_parameters:,}, of which {plan.active_parameters:,} are active for a token",
         f"memory of {'the first rank' if plan.stages[0].rank == 0 else 'one rank'} of each stage, in {unit}:",
         *table,
@@ -148,23 +148,24 @@ def _number(count: int, one: str, *, several: str | None = None) -> str:
     return f"{count} {one if count == 1 else several or one + 's'}"
 
 
-def _layout(args: argparse.Namespace) -> str:
-    sizes = layout_sizes(args)
+def _layout(run_config: RunConfig) -> str:
+    sizes = layout_sizes(run_config)
     return ", ".join(f"{name} {size}" for name, size in sizes.items() if size > 1 or name == "data")
 
 
-def layout_sizes(args: argparse.Namespace) -> dict[str, int]:
+def layout_sizes(run_config: RunConfig) -> dict[str, int]:
     """Returns the parallel sizes of a run by name. `expert tensor` is left out for models without experts."""
-    tensor = args.tensor_model_parallel_size
-    experts = {} if args.num_experts is None else {"expert tensor": args.expert_tensor_parallel_size or tensor}
+    transformer = run_config.transformer
+    tensor = transformer.tensor_model_parallel_size
+    experts = {} if transformer.num_moe_experts is None else {"expert tensor": transformer.expert_tensor_parallel_size}
     return {
         "tensor": tensor,
-        "pipeline": args.pipeline_model_parallel_size,
-        "virtual": args.virtual_pipeline_model_parallel_size or 1,
-        "context": args.context_parallel_size,
-        "expert": args.expert_model_parallel_size,
+        "pipeline": transformer.pipeline_model_parallel_size,
+        "virtual": transformer.virtual_pipeline_model_parallel_size or 1,
+        "context": transformer.context_parallel_size,
+        "expert": transformer.expert_model_parallel_size,
         **experts,
-        "data": args.data_parallel_size,
+        "data": run_config.launch.data_parallel_size,
     }
 
 
@@ -245,18 +246,18 @@ def _seconds(seconds: float) -> str:
 
 
 def plan_document(
-    plan: Plan, args: argparse.Namespace, *, device: Device, step: StepTime | None, fit: Fit
+    plan: Plan, run_config: RunConfig, *, device: Device, step: StepTime | None, fit: Fit
 ) -> dict[str, Any]:
     """Returns the content of plan.json, with sizes in bytes and times in seconds. step: None if nothing is trained."""
     in_node = ranks_per_node(plan, device)
     times = [None] * len(plan.stages) if step is None else step.stages
     return {
-        "world_size": args.world_size,
-        "layout": layout_sizes(args),
+        "world_size": run_config.launch.world_size,
+        "layout": layout_sizes(run_config),
         "batch": {
             "num_microbatches": plan.num_microbatches,
-            "micro_batch_size": args.micro_batch_size,
-            "seq_length": args.seq_length,
+            "micro_batch_size": run_config.training.micro_batch_size,
+            "seq_length": run_config.data.seq_length,
         },
         "parameters": {"all": plan.num_parameters, "of_a_token": plan.active_parameters},
         "device": asdict(device),

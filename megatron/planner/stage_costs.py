@@ -5,7 +5,6 @@ run (plan.py) builds whole stages instead. Both give the same number of bytes if
 (tests/unit_tests/planner/test_stage_costs.py), which excludes recompute and offloading that depend on the position.
 """
 
-import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,11 +38,8 @@ from megatron.planner.work import (
     Traffic,
     merged,
 )
-from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.command_line.validation import batch_sizes
-from megatron.training.data_parallel import ddp_config_of
+from megatron.training.config import RunConfig
 from megatron.training.step.expert_memory import stash_events
 
 # Optimizers whose states can be sized without building them.
@@ -93,48 +89,50 @@ class Shape:
         return Pipeline(self.stages, self.chunks)
 
 
-def shape_of(args: argparse.Namespace) -> Shape:
+def shape_of(run_config: RunConfig) -> Shape:
     """Extracts the layout's sizes from validated arguments."""
-    kinds = iter(layer_kinds(args))
-    counts = layers_per_part(core_transformer_config_from_args(args), num_layers=args.num_layers)
+    transformer = run_config.transformer
+    kinds = iter(layer_kinds(run_config))
+    counts = layers_per_part(transformer, num_layers=transformer.num_layers)
     return Shape(
-        world_size=args.world_size,
-        tensor=args.tensor_model_parallel_size,
-        stages=args.pipeline_model_parallel_size,
-        chunks=args.virtual_pipeline_model_parallel_size or 1,
-        context=args.context_parallel_size,
-        expert=args.expert_model_parallel_size,
-        expert_tensor=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
+        world_size=run_config.launch.world_size,
+        tensor=transformer.tensor_model_parallel_size,
+        stages=transformer.pipeline_model_parallel_size,
+        chunks=transformer.virtual_pipeline_model_parallel_size or 1,
+        context=transformer.context_parallel_size,
+        expert=transformer.expert_model_parallel_size,
+        expert_tensor=transformer.expert_tensor_parallel_size,
         layers=tuple(tuple(islice(kinds, count)) for count in counts),
-        num_microbatches=batch_sizes(args).final_num_microbatches,
-        group_size=args.microbatch_group_size_per_vp_stage,
+        num_microbatches=run_config.batch_sizes().final_num_microbatches,
+        group_size=transformer.microbatch_group_size_per_vp_stage,
     )
 
 
-def check_counted(args: argparse.Namespace) -> None:
+def check_counted(run_config: RunConfig) -> None:
     """Raises CommandLineError for flags whose memory only a dry run can compute."""
-    if args.use_torch_fsdp2:
+    if run_config.sharded_parameters.use_torch_fsdp2:
         raise CommandLineError(
             "--use-torch-fsdp2 is given: shard sizes are unknown without building the model; use --dry-run"
         )
-    if args.optimizer not in _OPTIMIZERS:
+    name = run_config.optimizer.optimizer
+    if name not in _OPTIMIZERS:
         raise CommandLineError(
-            f"--optimizer is {args.optimizer}: the sizes of its states are unknown without building it; must be one of "
+            f"--optimizer is {name}: the sizes of its states are unknown without building it; must be one of "
             f"{', '.join(_OPTIMIZERS)}, or use --dry-run"
         )
-    if args.skip_train:
+    if run_config.training.skip_train:
         raise CommandLineError("--skip-train is given: layouts can be compared only for training; drop it")
 
 
-def quick_stages(args: argparse.Namespace, costs: ModelCosts) -> list[RankMemory]:
+def quick_stages(run_config: RunConfig, costs: ModelCosts) -> list[RankMemory]:
     """Returns the memory of the first rank of each stage, without temporary memory and offloaded activations.
 
     args: validated. costs: measured for these args. Raises CommandLineError for flags whose memory only a dry run
     can compute.
     """
-    check_counted(args)
-    shape, ddp_config = shape_of(args), ddp_config_of(args)
-    optimizer_config = config_from_args(OptimizerConfig, args)
+    check_counted(run_config)
+    shape, ddp_config = shape_of(run_config), run_config.ddp
+    optimizer_config = run_config.optimizer
     stages = []
     for stage in range(shape.stages):
         pages = stash_bytes(costs, shape, stage=stage)

@@ -3,7 +3,6 @@
 work.py estimates the time of a single kernel or message.
 """
 
-import argparse
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -28,7 +27,7 @@ from megatron.planner.work import (
     seconds_by_kind,
 )
 from megatron.training.compute.devices import Device
-from megatron.training.data_parallel import ddp_config_of
+from megatron.training.config import RunConfig
 
 # Shown with every estimated time.
 ASSUMPTIONS = (
@@ -118,7 +117,7 @@ class StepTime:
         return {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
 
 
-def run_time(plan: Plan, args: argparse.Namespace, *, device: Device) -> StepTime | None:
+def run_time(plan: Plan, run_config: RunConfig, *, device: Device) -> StepTime | None:
     """Estimates the time of a step of the planned run. Returns None if the run trains nothing.
 
     Raises ValueError for a matmul dtype that the device does not support.
@@ -129,41 +128,45 @@ def run_time(plan: Plan, args: argparse.Namespace, *, device: Device) -> StepTim
     orders = stage_orders(
         Pipeline(len(stages), len(stages[0].chunks)),
         plan.num_microbatches,
-        group_size=args.microbatch_group_size_per_vp_stage,
+        group_size=run_config.transformer.microbatch_group_size_per_vp_stage,
     )
-    samples = plan.num_microbatches * args.micro_batch_size * args.data_parallel_size
+    samples = plan.num_microbatches * run_config.training.micro_batch_size * run_config.launch.data_parallel_size
     return estimate_step(
         stages,
         orders,
         device=device,
-        overlap=overlap_of(args),
+        overlap=overlap_of(run_config),
         in_node=ranks_per_node(plan, device),
-        tokens=samples * args.seq_length,
-        flops_per_rank=plan.flops_per_sample * samples / args.world_size,
+        tokens=samples * run_config.data.seq_length,
+        flops_per_rank=plan.flops_per_sample * samples / run_config.launch.world_size,
     )
 
 
-def overlap_of(args: argparse.Namespace) -> Overlap:
+def overlap_of(run_config: RunConfig) -> Overlap:
     """Determines from the flags which communication overlaps with computation."""
-    overlapped_by: dict[str, tuple[str, ...]] = {"ep": ("shared experts",)} if args.moe_shared_expert_overlap else {}
-    if args.cp_comm_type in ("p2p", ["p2p"]):
+    ddp = run_config.ddp
+    transformer = run_config.transformer
+    overlapped_by: dict[str, tuple[str, ...]] = (
+        {"ep": ("shared experts",)} if transformer.moe_shared_expert_overlap else {}
+    )
+    if transformer.cp_comm_type in ("p2p", ["p2p"]):
         # Ring attention computes on one block while the next one is sent.
         overlapped_by["cp"] = ("attention",)
-    elif args.cp_comm_type in ("a2a+p2p", ["a2a+p2p"]):
+    elif transformer.cp_comm_type in ("a2a+p2p", ["a2a+p2p"]):
         # Only the ring overlaps; heads are exchanged before and after attention.
         overlapped_by["hcp_1"] = ("attention",)
     in_every_pass: frozenset[str] = frozenset()
-    if args.use_torch_fsdp2:
+    if run_config.sharded_parameters.use_torch_fsdp2:
         # FSDP2 gathers units ahead of their layer, in both passes of each microbatch.
         in_every_pass = frozenset((GRADS, PARAMS))
-    elif args.overlap_grad_reduce and ddp_config_of(args).has_bucket_lifetime_grads:
+    elif ddp.overlap_grad_reduce and ddp.has_bucket_lifetime_grads:
         # Every microbatch reduces its buckets during its own backward.
         in_every_pass = frozenset((GRADS,))
     return Overlap(
-        gradients=args.overlap_grad_reduce,
-        parameters=args.overlap_param_gather,
+        gradients=ddp.overlap_grad_reduce,
+        parameters=ddp.overlap_param_gather,
         in_every_pass=in_every_pass,
-        transfers=args.overlap_p2p_comm,
+        transfers=transformer.overlap_p2p_comm,
         overlapped_by=overlapped_by,
     )
 

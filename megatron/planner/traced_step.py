@@ -9,7 +9,6 @@ it, whose streams do nothing. A unit also rejects parameters on the meta device 
 disables this check, so that each unit's method is replaced.
 """
 
-import argparse
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -37,6 +36,7 @@ from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import AsFusedKernels
 from megatron.planner.recorders import LiveBytes, MessageRecorder, WorkRecorder
 from megatron.planner.work import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, StageLoad, Traffic, merged
+from megatron.training.config import RunConfig
 from megatron.training.setup import setup_steps
 from megatron.training.step.exit_conditions import LOCAL_REASONS
 from megatron.training.step.statistics import StatisticsExchange, Totals
@@ -133,7 +133,7 @@ class TracedSteps:
 
 
 def trace_step(
-    args: argparse.Namespace,
+    run_config: RunConfig,
     model: list[nn.Module],
     *,
     optimizer: MegatronOptimizer,
@@ -150,7 +150,7 @@ def trace_step(
     recorder, live = MessageRecorder(groups), LiveBytes()
     work = WorkRecorder(model, live_rows=live_rows(model))
     with traced_steps(
-        args, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
+        run_config, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
     ) as traced:
         # Discards the first step's messages, because gathers deferred from a previous step are missing.
         with work.recording():
@@ -189,7 +189,7 @@ def live_rows(model: Iterable[nn.Module]) -> float:
 
 @contextmanager
 def traced_steps(
-    args: argparse.Namespace,
+    run_config: RunConfig,
     model: list[nn.Module],
     *,
     optimizer: MegatronOptimizer,
@@ -203,7 +203,7 @@ def traced_steps(
     kernel, like WorkRecorder.note.
     """
     steps = setup_steps(
-        args,
+        run_config,
         model,
         forward_step_func=forward_step,
         optimizer=optimizer,
@@ -213,15 +213,18 @@ def traced_steps(
     )
     layers = [part for chunk in unwrap_model(model) for part in chunk.modules() if isinstance(part, MoELayer)]
     static = [layer for layer in layers if layer.expert_step is not None]
-    if args.num_experts is not None and args.moe_expert_rank_capacity_factor is not None:
+    if (
+        run_config.transformer.num_moe_experts is not None
+        and run_config.transformer.moe_expert_rank_capacity_factor is not None
+    ):
         # Also set on stages without experts, because all ranks exchange the same number of flags.
         steps.memory = _TracedMemory(static)
     steps.statistics = statistics = _NamedStatistics(dist.group.WORLD)
     # Only the first step of a run compares masters with parameters. The plan is for the later steps.
     optimizer.reload_model_params()
     _run_fsdp_on_meta(model)
-    _route_evenly(args, layers, groups=groups)
-    with NoValues(_even_share(args, layers, groups=groups)), AsFusedKernels(note):
+    _route_evenly(run_config, layers, groups=groups)
+    with NoValues(_even_share(run_config, layers, groups=groups)), AsFusedKernels(note):
         yield TracedSteps(steps, optimizer, statistics)
 
 
@@ -238,10 +241,16 @@ def _run_fsdp_on_meta(model: Sequence[nn.Module]) -> None:
             owner.device = meta
 
 
-def _route_evenly(args: argparse.Namespace, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection) -> None:
+def _route_evenly(run_config: RunConfig, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection) -> None:
     """Makes MoE layers use the row counts of even routing instead of reading them from the device, in place."""
-    tokens = args.micro_batch_size * args.seq_length // (group_size(groups.cp) * group_size(groups.tp))
-    num_rows = round(_kept_share(args) * tokens * args.moe_router_topk) * group_size(groups.expt_tp)
+    tokens = (
+        run_config.training.micro_batch_size
+        * run_config.data.seq_length
+        // (group_size(groups.cp) * group_size(groups.tp))
+    )
+    num_rows = round(_kept_share(run_config) * tokens * run_config.transformer.moe_router_topk) * group_size(
+        groups.expt_tp
+    )
 
     def even_splits(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
         ranks, own = group_size(group), dist.get_rank(group)
@@ -256,15 +265,15 @@ def _route_evenly(args: argparse.Namespace, layers: Sequence[MoELayer], *, group
                 part.register_forward_pre_hook(_with_even_counts)
 
 
-def _kept_share(args: argparse.Namespace) -> float:
+def _kept_share(run_config: RunConfig) -> float:
     """Returns the share of its rows that an expert keeps under even routing, limited by its capacity."""
-    return min(1.0, args.moe_expert_capacity_factor or 1.0)
+    return min(1.0, run_config.transformer.moe_expert_capacity_factor or 1.0)
 
 
-def _even_share(args: argparse.Namespace, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection) -> float:
+def _even_share(run_config: RunConfig, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection) -> float:
     """Returns the share of set elements in the masks of dispatchers under even routing (see NoValues)."""
     gathers = any(isinstance(layer.token_dispatcher, MoEAllGatherTokenDispatcher) for layer in layers)
-    return _kept_share(args) / (group_size(groups.ep) if gathers else 1)
+    return _kept_share(run_config) / (group_size(groups.ep) if gathers else 1)
 
 
 def _with_even_counts(experts: SequentialMLP, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

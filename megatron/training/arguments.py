@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core.device import adopt_launcher
 from megatron.training.command_line.checkpoint_rules import changes_results
-from megatron.training.command_line.config_builder import core_transformer_config_from_args
+from megatron.training.command_line.config_builder import core_transformer_config_from_args, run_config_of
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
 from megatron.training.command_line.flags import (
     Flag,
@@ -34,10 +34,12 @@ from megatron.training.command_line.parser import (
 from megatron.training.command_line.validation import read_launcher, validate_args
 from megatron.training.command_line.values import text_of_value
 from megatron.training.command_line.yaml_config import config_text, read_config_file
+from megatron.training.config import RunConfig
 
 __all__ = [
     "core_transformer_config_from_args",
     "parse_args",
+    "read_run_config",
     "validate_args",
 ]
 
@@ -84,10 +86,15 @@ def parse_args(
         _print_and_exit(table_of_models())
     # Before validation, so that an incomplete configuration can be printed and completed.
     if args.print_config:
-        _print_and_exit(config_text(args, table=table, script_dests=script_dests))
+        _print_and_exit(config_text(vars(args), table=table, script_dests=script_dests))
     # Last, because it sets --world-size to the launcher's number of ranks.
     read_launcher(args)
     return args
+
+
+def read_run_config(argv: Sequence[str]) -> RunConfig:
+    """Returns the settings that a command line describes. Raises CommandLineError for mistakes."""
+    return run_config_of(validate_args(parse_args(argv=argv)))
 
 
 @dataclass(frozen=True)

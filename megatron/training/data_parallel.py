@@ -3,7 +3,6 @@
 megatron.core.distributed implements the collectives, and megatron.core.pipeline_parallel calls the callables.
 """
 
-import argparse
 import dataclasses
 from collections.abc import Sequence
 from typing import TypeVar
@@ -14,25 +13,24 @@ from megatron.core.distributed import (
     DistributedDataParallel,
     DistributedDataParallelConfig,
     TorchFullyShardedDataParallel,
-    TorchFullyShardedDataParallelConfig,
     build_launch_order,
 )
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.utils import get_model_config
-from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.config import RunConfig
 
 _ConfigT = TypeVar("_ConfigT", bound=DistributedDataParallelConfig)
 
 
-def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn.Module]:
+def wrap_chunks(parts: Sequence[nn.Module], run_config: RunConfig) -> list[nn.Module]:
     """Wraps the chunks of a stage for data parallelism, with a shared scheduler for their collectives. Collective."""
-    if args.use_torch_fsdp2:
-        config = _with_gradient_flags(config_from_args(TorchFullyShardedDataParallelConfig, args), args)
+    if run_config.sharded_parameters.use_torch_fsdp2:
+        config = _with_gradient_flags(run_config.torch_fsdp2, run_config)
         return [
             TorchFullyShardedDataParallel(get_model_config(part), config, part, pg_collection=get_process_groups())
             for part in parts
         ]
-    ddp_config = ddp_config_of(args)
+    ddp_config = run_config.ddp
     order = build_launch_order(get_process_groups(), ddp_config)
     return [
         DistributedDataParallel(
@@ -49,21 +47,21 @@ def wrap_chunks(parts: Sequence[nn.Module], args: argparse.Namespace) -> list[nn
     ]
 
 
-def ddp_config_of(args: argparse.Namespace) -> DistributedDataParallelConfig:
+def ddp_config_of(run_config: RunConfig) -> DistributedDataParallelConfig:
     """Builds the configuration of the data-parallel wrapper from the arguments."""
-    return _with_gradient_flags(config_from_args(DistributedDataParallelConfig, args), args)
+    return _with_gradient_flags(run_config.ddp, run_config)
 
 
-def _with_gradient_flags(config: _ConfigT, args: argparse.Namespace) -> _ConfigT:
+def _with_gradient_flags(config: _ConfigT, run_config: RunConfig) -> _ConfigT:
     return dataclasses.replace(
         config,
-        grad_reduce_in_fp32=not args.grad_reduce_in_bf16,
+        grad_reduce_in_fp32=not run_config.gradient_reduction.grad_reduce_in_bf16,
         # Under fp16, the loss scaler handles overflows.
-        check_for_nan_in_grad=args.check_for_nan_in_loss_and_grad and not args.fp16,
+        check_for_nan_in_grad=run_config.training.check_for_nan_in_loss_and_grad and not run_config.transformer.fp16,
     )
 
 
-def join_schedule(model: Sequence[nn.Module], args: argparse.Namespace) -> None:
+def join_schedule(model: Sequence[nn.Module], run_config: RunConfig) -> None:
     """Sets the callables with which the schedule defers and starts the chunks' collectives."""
     for chunk in model:
         if isinstance(chunk, TorchFullyShardedDataParallel):
@@ -78,7 +76,7 @@ def join_schedule(model: Sequence[nn.Module], args: argparse.Namespace) -> None:
         elif overlap.overlap_grad_reduce and not overlap.shard_gradients:
             config.no_sync_func = [each.no_sync for each in chunks]
             # With one chunk per stage, starting reductions within its last backward pass overlaps more communication.
-            if args.align_grad_reduce and len(chunks) > 1:
+            if run_config.gradient_reduction.align_grad_reduce and len(chunks) > 1:
                 config.grad_sync_func = [each.start_grad_sync for each in chunks]
         if overlap.overlap_param_gather and overlap.align_param_gather:
             config.param_sync_func = [each.start_stale_param_sync for each in chunks]

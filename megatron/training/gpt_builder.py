@@ -14,13 +14,13 @@ from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import core_transformer_config_from_args
-from megatron.training.command_line.config_builder import flags_named_in_errors
+from megatron.training.command_line.config_builder import flags_named_in_errors, run_config_of
+from megatron.training.config import RunConfig
 from megatron.training.meters.memory import check_weights_fit
 
 
 def build_gpt(
-    args: argparse.Namespace,
+    args: argparse.Namespace | RunConfig,
     *,
     pre_process: bool = True,
     post_process: bool = True,
@@ -28,17 +28,19 @@ def build_gpt(
     pg_collection: ProcessGroupCollection | None = None,
     config: TransformerConfig | None = None,
 ) -> GPTModel:
-    """Builds a GPT model, or one pipeline stage of it, with initial weights, in fp32 or args.params_dtype.
+    """Builds a GPT model, or one pipeline stage of it, with initial weights, in fp32 or params_dtype.
 
-    args: validated, with vocabulary sizes. config: defaults to the configuration that `args` describe. Other
-    parameters: as for GPTModel.
+    args: the settings of a run, or the arguments of a script, with vocabulary sizes. config: defaults to a
+    configuration that only this model holds. Other parameters: as for GPTModel.
     """
-    config = config or core_transformer_config_from_args(args)
+    run_config = run_config_of(args)
+    gpt = run_config.gpt
+    config = config or run_config.model_config()
     with flags_named_in_errors():
-        check_weights_fit(config, args.padded_vocab_size)
+        check_weights_fit(config, gpt.padded_vocab_size)
         # Arguments built by tools may lack transformer_impl.
-        use_engine = vars(args).get("transformer_impl") == "transformer_engine"
-        spec = vars(args).get("spec")
+        use_engine = run_config.values.get("transformer_impl") == "transformer_engine"
+        spec = run_config.values.get("spec")
         layers: ModuleSpec | TransformerBlockSubmodules
         if spec is None:
             layers = get_gpt_decoder_block_spec(config, use_transformer_engine=use_engine)
@@ -48,20 +50,20 @@ def build_gpt(
         config=config,
         transformer_layer_spec=layers,
         mtp_block_spec=get_gpt_mtp_block_spec(config, layers),
-        vocab_size=args.padded_vocab_size,
-        unpadded_vocab_size=args.unpadded_vocab_size,
-        max_sequence_length=args.max_position_embeddings,
+        vocab_size=gpt.padded_vocab_size,
+        unpadded_vocab_size=gpt.unpadded_vocab_size,
+        max_sequence_length=gpt.max_position_embeddings,
         pre_process=pre_process,
         post_process=post_process,
         vp_stage=vp_stage,
         pg_collection=pg_collection,
-        share_embeddings_and_output_weights=not args.untie_embeddings_and_output_weights,
-        position_embedding_type=args.position_embedding_type,
-        rotary_percent=args.rotary_percent,
-        rotary_base=args.rotary_base,
-        rope_scaling=args.use_rope_scaling,
-        rope_scaling_factor=args.rope_scaling_factor,
-        seq_len_interpolation_factor=args.rotary_seq_len_interpolation_factor,
+        share_embeddings_and_output_weights=not gpt.untie_embeddings_and_output_weights,
+        position_embedding_type=gpt.position_embedding_type,
+        rotary_percent=gpt.rotary_percent,
+        rotary_base=gpt.rotary_base,
+        rope_scaling=gpt.use_rope_scaling,
+        rope_scaling_factor=gpt.rope_scaling_factor,
+        seq_len_interpolation_factor=gpt.rotary_seq_len_interpolation_factor,
     )
     if config.lora_rank is not None:
         freeze_all_but_adapters(model)
@@ -86,17 +88,17 @@ _ONE_RANK = {
 }
 
 
-def whole_gpt(args: argparse.Namespace, *, padded_vocab_size: int) -> GPTModel:
+def whole_gpt(run_config: RunConfig, *, padded_vocab_size: int) -> GPTModel:
     """Builds the whole model on the meta device, with sequential experts, each of which has separate weights.
 
     The result provides the names and shapes of all parameters for a run in any layout.
     """
-    [model] = parts_of_gpt(args, padded_vocab_size=padded_vocab_size)
+    [model] = parts_of_gpt(run_config, padded_vocab_size=padded_vocab_size)
     return model
 
 
 def parts_of_gpt(
-    args: argparse.Namespace,
+    run_config: RunConfig,
     *,
     padded_vocab_size: int,
     layout: Mapping[str, Any] | None = None,
@@ -110,17 +112,17 @@ def parts_of_gpt(
     have the tensor-parallel size of other layers. tensor, pipeline, expert: the rank's coordinates in the layout.
     Raises ValueError for a layout that does not fit the model.
     """
-    there = argparse.Namespace(**{**vars(args), "padded_vocab_size": padded_vocab_size, "moe_grouped_gemm": False})
-    vars(there).update({name: value for name, value in _ONE_RANK.items() if name in vars(args)})
-    vars(there).update(layout or {})
-    there.expert_tensor_parallel_size = there.tensor_model_parallel_size
-    groups = _groups_of_place(there, tensor=tensor, pipeline=pipeline, expert=expert)
-    last_stage, num_chunks = there.pipeline_model_parallel_size - 1, there.virtual_pipeline_model_parallel_size or 1
+    there = {name: value for name, value in _ONE_RANK.items() if name in run_config.values} | dict(layout or {})
+    there["expert_tensor_parallel_size"] = there["tensor_model_parallel_size"]
+    settings = run_config.changed(**there, padded_vocab_size=padded_vocab_size, moe_grouped_gemm=False)
+    config = settings.transformer
+    groups = _groups_of_place(config, tensor=tensor, pipeline=pipeline, expert=expert)
+    last_stage, num_chunks = config.pipeline_model_parallel_size - 1, config.virtual_pipeline_model_parallel_size or 1
     parts = []
     with torch.device("meta"):
         for chunk in range(num_chunks):
             part = build_gpt(
-                there,
+                settings,
                 pre_process=pipeline == chunk == 0,
                 post_process=pipeline == last_stage and chunk == num_chunks - 1,
                 vp_stage=chunk if num_chunks > 1 else None,
@@ -130,9 +132,10 @@ def parts_of_gpt(
     return parts
 
 
-def _groups_of_place(args: argparse.Namespace, *, tensor: int, pipeline: int, expert: int) -> ProcessGroupCollection:
+def _groups_of_place(config: TransformerConfig, *, tensor: int, pipeline: int, expert: int) -> ProcessGroupCollection:
     """Returns process groups without connections, whose ranks and sizes suffice to build a rank's part of a model."""
-    tp, pp, ep = (vars(args)[f"{kind}_model_parallel_size"] for kind in ("tensor", "pipeline", "expert"))
+    tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    ep = config.expert_model_parallel_size
     tp_group, pp_group = _unconnected(tensor, tp), _unconnected(pipeline, pp)
     return ProcessGroupCollection(
         tp=tp_group,

@@ -31,9 +31,9 @@ from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing.folder import complete_iterations, find_checkpoint
 from megatron.training.checkpointing.rng_state import seed_generators
 from megatron.training.checkpointing.run_values import load_args_from_checkpoint, load_run_values
-from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.command_line.published import publish_run, publish_timers, publish_tokenizer
-from megatron.training.config import CONTINUE_RUN, DistributedConfig
+from megatron.training.config import CONTINUE_RUN, RunConfig
 from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.setup import setup_batches, setup_tokenizer
 from megatron.training.startup_handshake import common_settings, join_process_group
@@ -96,9 +96,11 @@ def initialize_megatron(
         skip_model_parallel_init=skip_model_parallel_init,
         skip_random_seed=skip_random_seed,
     )
-    publish_tokenizer(setup_tokenizer(args))
-    publish_timers(Timers(args.timing_log_level, args.timing_log_option, device=default_device()))
-    setup_batches(args)
+    run_config = run_config_of(args)
+    logging = run_config.logging
+    publish_tokenizer(setup_tokenizer(run_config))
+    publish_timers(Timers(logging.timing_log_level, logging.timing_log_option, device=default_device()))
+    setup_batches(run_config)
     return args
 
 
@@ -129,24 +131,25 @@ def start_processes(
         notices=notices,
     )
     silence_library_notices()
-    if args.deterministic_mode:
+    run_config = run_config_of(args)
+    if run_config.transformer.deterministic_mode:
         use_deterministic_kernels()
     device = default_device()
     prepare_device(device)
     join_process_group(
-        config_from_args(DistributedConfig, args),
+        run_config.distributed,
         device,
-        rank=args.rank,
-        settings=common_settings(args),
+        rank=run_config.launch.rank,
+        settings=common_settings(run_config),
         broadcast=broadcast,
     )
-    groups = groups_of_script(args) if skip_model_parallel_init else build_groups(args)
+    groups = groups_of_script(run_config) if skip_model_parallel_init else build_groups(run_config)
     notices += filter(None, (untested_torch(torch.__version__), lone_process_notice(os.environ)))
     for notice in notices:
         print_rank_0(notice)
     if not skip_random_seed:
         # Equal on all replicas, so that they draw equal weights. seed_ranks later gives each rank its own stream.
-        seed_generators(args.seed, groups)
+        seed_generators(run_config.training.seed, groups)
     publish_run(args)
     return args
 
@@ -221,27 +224,28 @@ def silence_library_notices() -> None:
     warnings.filterwarnings("ignore", message=".*_tensor.*deprecated", category=FutureWarning)
 
 
-def build_groups(args: argparse.Namespace) -> ProcessGroupCollection:
+def build_groups(run_config: RunConfig) -> ProcessGroupCollection:
     """Builds the process groups of the parallel layout in `args` over all ranks. Collective.
 
     Raises ValueError if the parallel sizes do not divide the number of ranks.
     """
+    transformer = run_config.transformer
     parallel_state.initialize_model_parallel(
-        args.tensor_model_parallel_size,
-        args.pipeline_model_parallel_size,
-        args.virtual_pipeline_model_parallel_size,
-        context_parallel_size=args.context_parallel_size,
-        hierarchical_context_parallel_sizes=args.hierarchical_context_parallel_sizes,
-        expert_model_parallel_size=args.expert_model_parallel_size,
-        expert_tensor_parallel_size=args.expert_tensor_parallel_size,
-        num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
-        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else DEFAULT_ORDER,
-        distributed_timeout_minutes=args.distributed_timeout_minutes,
+        transformer.tensor_model_parallel_size,
+        transformer.pipeline_model_parallel_size,
+        transformer.virtual_pipeline_model_parallel_size,
+        context_parallel_size=transformer.context_parallel_size,
+        hierarchical_context_parallel_sizes=transformer.hierarchical_context_parallel_sizes,
+        expert_model_parallel_size=transformer.expert_model_parallel_size,
+        expert_tensor_parallel_size=transformer.expert_tensor_parallel_size,
+        num_distributed_optimizer_instances=run_config.ddp.num_distributed_optimizer_instances,
+        order="tp-cp-ep-pp-dp" if run_config.distributed.use_tp_pp_dp_mapping else DEFAULT_ORDER,
+        distributed_timeout_minutes=run_config.distributed.distributed_timeout_minutes,
     )
     return parallel_state.get_process_groups()
 
 
-def groups_of_script(args: argparse.Namespace) -> ProcessGroupCollection:
+def groups_of_script(run_config: RunConfig) -> ProcessGroupCollection:
     """Returns the process groups that a script has initialized.
 
     Raises ValueError, with a line for each size, if their sizes differ from `args`.
@@ -256,9 +260,13 @@ def groups_of_script(args: argparse.Namespace) -> ProcessGroupCollection:
         "hierarchical_context_parallel_sizes": [group_size(group) for group in groups.hcp] or None,
         "expert_model_parallel_size": group_size(groups.ep),
     }
-    wrong = {name: size for name, size in sizes.items() if vars(args)[name] != size}
-    if wrong:
-        lines = [f"{name} is {vars(args)[name]}: the script has initialized {size}" for name, size in wrong.items()]
+    given = {name: run_config.values[name] for name in sizes}
+    lines = [
+        f"{name} is {given[name]}: the script has initialized {size}"
+        for name, size in sizes.items()
+        if given[name] != size
+    ]
+    if lines:
         raise ValueError("\n".join(lines))
     return groups
 

@@ -1,6 +1,5 @@
 """Defines TrainingRun, the components and counters of a run. setup.py builds it, and functions receive it."""
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +19,7 @@ from megatron.training.callbacks import CallbackList, StepReport
 from megatron.training.checkpointing import begin_save_checkpoint, load_run
 from megatron.training.checkpointing.saving import RunSaves
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.config import CheckpointConfig, FaultConfig, TrainingConfig
+from megatron.training.config import CheckpointConfig, FaultConfig, RunConfig
 from megatron.training.gpt_builder import parts_of_gpt
 from megatron.training.meters.meters import Meter
 from megatron.training.step.exit_conditions import ExitConditions
@@ -89,9 +88,7 @@ class EvaluationSet:
 class TrainingRun:
     """The components and counters of one run. The data iterators are set once the data position is known."""
 
-    args: argparse.Namespace
-    training: TrainingConfig
-    checkpoint: CheckpointConfig
+    config: RunConfig
     model: list[nn.Module]  # the chunks of this rank's pipeline stage
     optimizer: MegatronOptimizer | None  # None for a run that only evaluates
     scheduler: OptimizerParamScheduler | None
@@ -104,7 +101,6 @@ class TrainingRun:
     callbacks: CallbackList
     exit_conditions: ExitConditions
     saves: RunSaves
-    faults: FaultConfig = field(default_factory=FaultConfig)
     recovery: Recovery = field(default_factory=Recovery)
     timers: Timers = field(default_factory=Timers)
     meters: Sequence[Meter] = ()
@@ -130,7 +126,7 @@ class TrainingRun:
     @property
     def evaluation_batch_size(self) -> int:
         """Samples per evaluation batch over all ranks; by default the final size of the training batches."""
-        return self.training.eval_global_batch_size or self.batches.running.final_size
+        return self.config.training.eval_global_batch_size or self.batches.running.final_size
 
     @property
     def evaluation_microbatches(self) -> int:
@@ -140,7 +136,7 @@ class TrainingRun:
     @property
     def train_iters(self) -> int:
         """Number of training steps, and therefore the number of the last step."""
-        return self.training.train_iters or 0
+        return self.config.training.train_iters or 0
 
     def is_due(self, interval: int | None) -> bool:
         """Returns whether an action that runs every `interval` steps is due after this step. False for None."""
@@ -149,8 +145,10 @@ class TrainingRun:
     @property
     def owes_evaluation(self) -> bool:
         """Whether an evaluation is due but was not done, because a signal stopped the run before."""
-        is_due = self.is_due(self.training.eval_interval) and self.state.evaluated_iteration < self.state.iteration
-        return is_due and self.state.iteration >= (self.training.start_eval_at_iter or 0)
+        is_due = (
+            self.is_due(self.config.training.eval_interval) and self.state.evaluated_iteration < self.state.iteration
+        )
+        return is_due and self.state.iteration >= (self.config.training.start_eval_at_iter or 0)
 
     def count_step(self, *, updated: bool, nan: bool, padding: PaddingCount) -> None:
         """Advances the counters by one training step.
@@ -184,34 +182,34 @@ class TrainingRun:
             self.optimizer,
             self.scheduler,
             train_state=self.state,
-            args=self.args,
-            config=config or self.checkpoint,
+            run_config=self.config,
+            config=config or self.config.checkpoint,
             pg_collection=self.groups,
             build_parts=parts_of_gpt,
         )
         self.move_position(self.state.consumed_train_samples)
-        self.args.consumed_valid_samples = self.state.consumed_valid_samples
+        self.config.values["consumed_valid_samples"] = self.state.consumed_valid_samples
 
     def move_position(self, consumed_train_samples: int) -> None:
         """Sets the data position, in consumed samples, and updates batch size, train_iters and scripts' arguments."""
         self.state.consumed_train_samples = consumed_train_samples
         update_num_microbatches(consumed_train_samples)
-        if self.training.train_samples is not None:
+        if self.config.training.train_samples is not None:
             # Earlier steps may have used batch sizes that differ from this run's sizes.
             left = self.batches.running.iterations_within(
-                self.training.train_samples, consumed=self.state.consumed_train_samples
+                self.config.training.train_samples, consumed=self.state.consumed_train_samples
             )
-            self.training.train_iters = self.args.train_iters = self.state.iteration + left
+            self.config.values["train_iters"] = self.state.iteration + left
         # Scripts read these from the arguments, as in Megatron-LM.
-        self.args.iteration = self.state.iteration
-        self.args.consumed_train_samples = self.state.consumed_train_samples
+        self.config.values["iteration"] = self.state.iteration
+        self.config.values["consumed_train_samples"] = self.state.consumed_train_samples
 
     def save_checkpoint(self) -> None:
         """Writes a checkpoint to --save, if given, or starts writing it with --async-save. Collective.
 
         If the checkpoint cannot be written, prints a warning and continues.
         """
-        if self.checkpoint.save is not None:
+        if self.config.checkpoint.save is not None:
             self.saves.save(self.state.iteration, self._begin_save)
 
     def save_last_checkpoint(self) -> None:
@@ -220,7 +218,7 @@ class TrainingRun:
         Raises CheckpointError on every rank if the checkpoint cannot be written.
         """
         self.saves.finish()
-        if self.checkpoint.save is not None and self.saves.latest != self.state.iteration:
+        if self.config.checkpoint.save is not None and self.saves.latest != self.state.iteration:
             self.saves.save_last(self.state.iteration, self._begin_save)
 
     def _begin_save(self, staging: StagingMemory | None) -> PendingSave:
@@ -232,8 +230,8 @@ class TrainingRun:
             optimizer=self.optimizer,
             opt_param_scheduler=self.scheduler,
             train_state=self.state,
-            args=self.args,
-            config=self.checkpoint,
+            run_config=self.config,
+            config=self.config.checkpoint,
             pg_collection=self.groups,
             staging=staging,
         )

@@ -24,8 +24,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection, group_si
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.checkpointing.rng_state import seed_ranks
 from megatron.training.checkpointing.scripts import load_checkpoint
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.command_line.published import get_args
-from megatron.training.command_line.validation import batch_sizes
 from megatron.training.gpt_builder import build_gpt
 from megatron.training.setup import build_model, build_scheduler, setup_optimizer
 from megatron.training.step.statistics import total_reports
@@ -105,7 +105,7 @@ def _provide_gpt(pre_process: bool = True, post_process: bool = True, vp_stage: 
 def update_train_iters(args: argparse.Namespace) -> None:
     """Sets args.train_iters if --train-samples limits the run. Otherwise does nothing."""
     if args.train_samples is not None:
-        args.train_iters = batch_sizes(args).running.iterations_within(args.train_samples, consumed=0)
+        args.train_iters = run_config_of(args).batch_sizes().running.iterations_within(args.train_samples, consumed=0)
 
 
 def get_model(
@@ -128,12 +128,12 @@ def get_model(
     def provide(**position: Any) -> nn.Module:
         return model_provider_func(**position, **further)
 
-    return build_model(provide if further else model_provider_func, get_args(), wrap=wrap_with_ddp)
+    return build_model(provide if further else model_provider_func, run_config_of(get_args()), wrap=wrap_with_ddp)
 
 
 def get_optimizer_param_scheduler(optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
     """Builds the schedule of learning rate and weight decay from the arguments."""
-    return build_scheduler(optimizer, get_args())
+    return build_scheduler(optimizer, run_config_of(get_args()))
 
 
 def setup_model_and_optimizer(
@@ -162,7 +162,7 @@ def setup_model_and_optimizer(
     )
     args = get_args()
     model = get_model(model_provider_func or _provide_gpt, pg_collection=pg_collection)
-    optimizer, scheduler = setup_optimizer(model, args, config_overrides=None)
+    optimizer, scheduler = setup_optimizer(model, run_config_of(args), config_overrides=None)
     for chunk in unwrap_model(model):
         # The schedule calls it after the last backward of a step, unless the provider has set another function.
         chunk.config.finalize_model_grads_func = chunk.config.finalize_model_grads_func or finalize_model_grads

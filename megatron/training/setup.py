@@ -3,7 +3,7 @@
 training.py contains the loop that uses them.
 """
 
-import argparse
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core import parallel_state
+from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_iterators import BatchPlan, build_data_iterators, validation_sets
 from megatron.core.datasets.gpt_dataset import GPTDataset
 from megatron.core.device import default_device
@@ -23,20 +24,18 @@ from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.num_microbatches_calculator import NumMicroBatches, init_num_microbatches_calculator
 from megatron.core.optimizer import (
     MegatronOptimizer,
-    OptimizerConfig,
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
 from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
-    OptimizerParamSchedulerConfig,
     get_optimizer_param_scheduler,
 )
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.timers import Timers
-from megatron.core.tokenizers import TokenizerConfig, build_tokenizer, vocab_size_with_padding
+from megatron.core.tokenizers import build_tokenizer, vocab_size_with_padding
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import get_model_config, unwrap_model
@@ -48,13 +47,12 @@ from megatron.training.checkpointing import check_save_folder, refuse_checkpoint
 from megatron.training.checkpointing.rng_state import seed_ranks
 from megatron.training.checkpointing.saving import RunSaves
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.command_line.config_builder import config_from_args, with_flag_names
+from megatron.training.command_line.config_builder import with_flag_names
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.published import publish_timers, publish_tokenizer
-from megatron.training.command_line.validation import batch_sizes
 from megatron.training.compute.flops import count_parameters
-from megatron.training.config import CheckpointConfig, FaultConfig, LoggingConfig, TrainingConfig
+from megatron.training.config import RunConfig
 from megatron.training.data_order import build_datasets, split_sizes
 from megatron.training.data_parallel import join_schedule, wrap_chunks
 from megatron.training.meters.memory import persistent_fit
@@ -69,7 +67,7 @@ from megatron.training.step.update import DeferredFinalizer
 
 
 def setup_run(
-    args: argparse.Namespace,
+    run_config: RunConfig,
     model_provider: Callable[..., nn.Module],
     *,
     forward_step_func: Callable[..., Any],
@@ -85,29 +83,28 @@ def setup_run(
     conditions that already listen for the exit signal; None builds new ones. non_loss_data: the script's functions for
     evaluation data other than losses.
     """
-    training, checkpoint = config_from_args(TrainingConfig, args), config_from_args(CheckpointConfig, args)
-    logging, faults = config_from_args(LoggingConfig, args), config_from_args(FaultConfig, args)
+    training, logging = run_config.training, run_config.logging
     # Called first, because it raises an error for flags that need a GPU.
-    graphs = None if args.cuda_graph_impl == "none" else graphs or graph_device()
-    check_folders(args)
-    publish_tokenizer(setup_tokenizer(args))
+    graphs = None if run_config.transformer.cuda_graph_impl == "none" else graphs or graph_device()
+    check_folders(run_config)
+    publish_tokenizer(setup_tokenizer(run_config))
     timers = Timers(logging.timing_log_level, logging.timing_log_option, device=default_device())
     publish_timers(timers)
-    batches = setup_batches(args)
-    model = build_model(model_provider, args)
-    fit = persistent_fit(model, args)
+    batches = setup_batches(run_config)
+    model = build_model(model_provider, run_config)
+    fit = persistent_fit(model, run_config)
     if not (fit.fits and logging.is_compact):
         print_rank_0(f"  {fit.line}")
     optimizer = scheduler = None
     if not training.skip_train:
-        optimizer, scheduler = setup_optimizer(model, args, config_overrides=config_overrides)
+        optimizer, scheduler = setup_optimizer(model, run_config, config_overrides=config_overrides)
         optimizer.config.timers = timers
-    size = count_parameters(model, args, mp_group=get_process_groups().mp)
+    size = count_parameters(model, run_config.transformer, mp_group=get_process_groups().mp)
     with all_ranks_agree():
-        every_callback = setup_callbacks(args, callbacks, size=size)
-    memory = build_expert_memory(model, args, groups=get_process_groups())
+        every_callback = setup_callbacks(run_config, callbacks, size=size)
+    memory = build_expert_memory(model, run_config, groups=get_process_groups())
     steps = setup_steps(
-        args,
+        run_config,
         model,
         forward_step_func=forward_step_func,
         optimizer=optimizer,
@@ -116,9 +113,7 @@ def setup_run(
         graphs=graphs,
     )
     run = TrainingRun(
-        args=args,
-        training=training,
-        checkpoint=checkpoint,
+        config=run_config,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -128,16 +123,15 @@ def setup_run(
         groups=get_process_groups(),
         device=default_device(),
         state=TrainState(),
-        faults=faults,
-        recovery=Recovery(faults),
+        recovery=Recovery(run_config.faults),
         callbacks=every_callback,
         exit_conditions=exits or ExitConditions(training),
-        saves=RunSaves(in_background=checkpoint.async_save, on_save=every_callback.on_save),
+        saves=RunSaves(in_background=run_config.checkpoint.async_save, on_save=every_callback.on_save),
         timers=timers,
         non_loss_data=non_loss_data or NonLossData(),
         meters=build_meters(
             logging,
-            args,
+            run_config,
             model=model,
             optimizer=optimizer,
             timers=timers,
@@ -145,14 +139,14 @@ def setup_run(
             expert_memory=memory,
         ),
     )
-    seed_ranks(args.seed, run.groups)
+    seed_ranks(run_config.training.seed, run.groups)
     run.load_checkpoint()
     prepare_expert_memory(run)
     return run
 
 
 def setup_steps(
-    args: argparse.Namespace,
+    run_config: RunConfig,
     model: list[nn.Module],
     *,
     forward_step_func: Callable[..., Any],
@@ -169,9 +163,9 @@ def setup_steps(
     for chunk in unwrap_model(model):
         chunk.config.timers = timers
         chunk.config.finalize_model_grads_func = finalize
-    update = build_step_update(args, finalize, optimizer=optimizer, timers=timers, memory=memory)
+    update = build_step_update(run_config, finalize, optimizer=optimizer, timers=timers, memory=memory)
     return StepRunner(
-        args=args,
+        run_config=run_config,
         model=model,
         forward_step=forward_step_func,
         groups=get_process_groups(),
@@ -180,7 +174,7 @@ def setup_steps(
         update=update,
         memory=memory,
         graph=build_step_graph(
-            args, model, device=graphs, finalize=finalize, update=update, timers=timers, memory=memory
+            run_config, model, device=graphs, finalize=finalize, update=update, timers=timers, memory=memory
         ),
     )
 
@@ -199,35 +193,40 @@ def prepare_expert_memory(run: TrainingRun) -> None:
         print_rank_0(f"  {with_flag_names(line, flag_table())}")
 
 
-def check_folders(args: argparse.Namespace) -> None:
+def check_folders(run_config: RunConfig) -> None:
     """Raises ValueError if a folder is not writable, or if --save contains checkpoints of another run. Collective."""
-    if args.save is not None:
-        check_save_folder(args.save, flag="--save")
-    if args.tensorboard_dir is not None:
-        check_save_folder(args.tensorboard_dir, flag="--tensorboard-dir")
-    if args.wandb_project is not None:
-        check_save_folder(str(wandb_folder(args)), flag="--wandb-save-dir")
-    if args.save is not None and not args.skip_train:
-        refuse_checkpoints_of_another_run(args.save, continued_from=None if args.finetune else args.load)
+    logging = run_config.logging
+    checkpoint = run_config.checkpoint
+    if checkpoint.save is not None:
+        check_save_folder(checkpoint.save, flag="--save")
+    if logging.tensorboard_dir is not None:
+        check_save_folder(logging.tensorboard_dir, flag="--tensorboard-dir")
+    if logging.wandb_project is not None:
+        check_save_folder(str(wandb_folder(run_config)), flag="--wandb-save-dir")
+    if checkpoint.save is not None and not run_config.training.skip_train:
+        refuse_checkpoints_of_another_run(
+            checkpoint.save, continued_from=None if checkpoint.finetune else checkpoint.load
+        )
 
 
-def setup_batches(args: argparse.Namespace) -> NumMicroBatches:
+def setup_batches(run_config: RunConfig) -> NumMicroBatches:
     """Builds the batch sizes of the run, and sets the process-wide microbatch calculator that scripts read."""
+    batch_schedule = run_config.batch_schedule
     return init_num_microbatches_calculator(
         dist.get_rank(),
-        args.rampup_batch_size,
-        global_batch_size=args.global_batch_size,
-        micro_batch_size=args.micro_batch_size,
-        data_parallel_size=args.data_parallel_size,
-        decrease_batch_size_if_needed=args.decrease_batch_size_if_needed,
-        step_batch_size_schedule=args.step_batch_size_schedule,
-        seq_length=args.seq_length,
+        batch_schedule.rampup_batch_size,
+        global_batch_size=run_config.training.global_batch_size,
+        micro_batch_size=run_config.training.micro_batch_size,
+        data_parallel_size=run_config.launch.data_parallel_size,
+        decrease_batch_size_if_needed=batch_schedule.decrease_batch_size_if_needed,
+        step_batch_size_schedule=batch_schedule.step_batch_size_schedule,
+        seq_length=run_config.data.seq_length,
     )
 
 
 def build_model_and_optimizer(
     model_provider: Callable[..., nn.Module],
-    args: argparse.Namespace,
+    run_config: RunConfig,
     *,
     config_overrides: ConfigOverrides | None = None,
 ) -> tuple[list[nn.Module], MegatronOptimizer, OptimizerParamScheduler]:
@@ -235,41 +234,43 @@ def build_model_and_optimizer(
 
     config_overrides: learning rates and weight decays for selected parameters.
     """
-    model = build_model(model_provider, args)
-    return model, *setup_optimizer(model, args, config_overrides=config_overrides)
+    model = build_model(model_provider, run_config)
+    return model, *setup_optimizer(model, run_config, config_overrides=config_overrides)
 
 
 def setup_optimizer(
-    model: list[nn.Module], args: argparse.Namespace, *, config_overrides: ConfigOverrides | None
+    model: list[nn.Module], run_config: RunConfig, *, config_overrides: ConfigOverrides | None
 ) -> tuple[MegatronOptimizer, OptimizerParamScheduler]:
     """Builds the optimizer and the schedule for a model."""
-    config = config_from_args(OptimizerConfig, args)
+    # A copy, because it will hold the run's timers.
+    config = copy.copy(run_config.optimizer)
     if config_overrides is not None:
         config_overrides = {**get_standard_config_overrides(config), **config_overrides}
     optimizer = get_megatron_optimizer(config, model, config_overrides=config_overrides)
-    scheduler = build_scheduler(optimizer, args)
-    join_schedule(model, args)
+    scheduler = build_scheduler(optimizer, run_config)
+    join_schedule(model, run_config)
     for chunk in unwrap_model(model):
         chunk.config.grad_scale_func = optimizer.scale_loss
     return optimizer, scheduler
 
 
-def build_scheduler(optimizer: MegatronOptimizer, args: argparse.Namespace) -> OptimizerParamScheduler:
+def build_scheduler(optimizer: MegatronOptimizer, run_config: RunConfig) -> OptimizerParamScheduler:
     """Builds the schedule of learning rate and weight decay for an optimizer."""
+    optimizer_config, training = run_config.optimizer, run_config.training
     return get_optimizer_param_scheduler(
         optimizer,
-        config_from_args(OptimizerParamSchedulerConfig, args),
-        max_lr=args.lr,
-        min_lr=args.min_lr,
-        weight_decay=args.weight_decay,
-        train_iters=args.train_iters,
-        train_samples=args.train_samples,
-        batches=batch_sizes(args).running,
+        run_config.scheduler,
+        max_lr=optimizer_config.lr,
+        min_lr=optimizer_config.lowest_lr,
+        weight_decay=optimizer_config.weight_decay,
+        train_iters=training.train_iters or 0,
+        train_samples=training.train_samples,
+        batches=run_config.batch_sizes().running,
     )
 
 
 def build_model(
-    model_provider: Callable[..., nn.Module], args: argparse.Namespace, *, wrap: bool = True
+    model_provider: Callable[..., nn.Module], run_config: RunConfig, *, wrap: bool = True
 ) -> list[nn.Module]:
     """Builds this rank's model chunks on its device, in the precision of the flags, wrapped for data parallelism.
 
@@ -277,18 +278,21 @@ def build_model(
     chunks. wrap: whether to add the data-parallel wrapper. Raises ValueError on every rank if replicas start from
     different weights, or train different weights.
     """
-    build = partial(_build_on_meta_device if args.init_model_with_meta_device else _build_on_device, model_provider)
+    on_meta = run_config.transformer.init_model_with_meta_device
+    build = partial(_build_on_meta_device if on_meta else _build_on_device, model_provider)
     parts = [
-        _check_and_wrap_precision(part, args, post_process=has_output) for part, has_output in model_parts(build, args)
+        _check_and_wrap_precision(part, run_config, post_process=has_output)
+        for part, has_output in model_parts(build, run_config)
     ]
     # All chunks are checked first, because wrapping is collective over the first and the last stage.
-    return wrap_chunks(parts, args) if wrap else parts
+    return wrap_chunks(parts, run_config) if wrap else parts
 
 
-def model_parts(model_provider: Callable[..., nn.Module], args: argparse.Namespace) -> Iterator[tuple[nn.Module, bool]]:
+def model_parts(model_provider: Callable[..., nn.Module], run_config: RunConfig) -> Iterator[tuple[nn.Module, bool]]:
     """Yields this rank's model chunks, each with whether it contains the output layer."""
-    stage, last = parallel_state.get_pipeline_model_parallel_rank(), args.pipeline_model_parallel_size - 1
-    num_chunks = args.virtual_pipeline_model_parallel_size or 1
+    transformer = run_config.transformer
+    stage, last = parallel_state.get_pipeline_model_parallel_rank(), transformer.pipeline_model_parallel_size - 1
+    num_chunks = transformer.virtual_pipeline_model_parallel_size or 1
     for chunk in range(num_chunks):
         ends = {"pre_process": stage == chunk == 0, "post_process": stage == last and chunk == num_chunks - 1}
         # Model providers of scripts without virtual stages may lack the parameter vp_stage.
@@ -306,32 +310,32 @@ def _build_on_meta_device(model_provider: Callable[..., nn.Module], **position: 
     return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(default_device()))
 
 
-def _check_and_wrap_precision(model: nn.Module, args: argparse.Namespace, *, post_process: bool) -> nn.Module:
+def _check_and_wrap_precision(model: nn.Module, run_config: RunConfig, *, post_process: bool) -> nn.Module:
     """Checks that replicas start from equal weights. With --bf16 or --fp16, wraps the model in that precision."""
     groups = get_process_groups()
     check_weights_agree(model, groups.dp_cp, expert_group=groups.expt_dp)
-    if args.fp16 or args.bf16:
+    if run_config.transformer.fp16 or run_config.transformer.bf16:
         return Float16Module(get_model_config(model), model, post_process=post_process)
     return model
 
 
-def setup_tokenizer(args: argparse.Namespace) -> Tokenizer:
-    """Builds the tokenizer, and sets the padded and the unpadded vocabulary size in `args`."""
+def setup_tokenizer(run_config: RunConfig) -> Tokenizer:
+    """Builds the tokenizer, and sets the padded and the unpadded vocabulary size."""
     with all_ranks_agree():
-        tokenizer = build_tokenizer(config_from_args(TokenizerConfig, args))
+        tokenizer = build_tokenizer(run_config.tokenizer)
     # Published models may have more ids than their tokenizers. build_tokenizer has validated --vocab-size, if given.
-    args.unpadded_vocab_size = args.vocab_size or tokenizer.vocab_size
-    if args.padded_vocab_size is None:
-        args.padded_vocab_size = vocab_size_with_padding(
-            args.unpadded_vocab_size,
-            divisible_by=args.make_vocab_size_divisible_by,
-            tensor_parallel_size=args.tensor_model_parallel_size,
+    unpadded = run_config.tokenizer.vocab_size or tokenizer.vocab_size
+    padded = run_config.gpt.padded_vocab_size
+    if padded is None:
+        padded = vocab_size_with_padding(
+            unpadded,
+            divisible_by=run_config.gpt.make_vocab_size_divisible_by,
+            tensor_parallel_size=run_config.transformer.tensor_model_parallel_size,
         )
-    elif args.padded_vocab_size < args.unpadded_vocab_size:
-        minimum = "the tokenizer's" if args.vocab_size is None else "--vocab-size,"
-        raise CommandLineError(
-            f"--padded-vocab-size is {args.padded_vocab_size}: must be at least {minimum} {args.unpadded_vocab_size}"
-        )
+    run_config.values.update(unpadded_vocab_size=unpadded, padded_vocab_size=padded)
+    if padded < unpadded:
+        minimum = "the tokenizer's" if run_config.tokenizer.vocab_size is None else "--vocab-size,"
+        raise CommandLineError(f"--padded-vocab-size is {padded}: must be at least {minimum} {unpadded}")
     return tokenizer
 
 
@@ -355,30 +359,30 @@ def reposition_data(run: TrainingRun) -> None:
 
 def position_data(run: TrainingRun) -> None:
     """Rebuilds the data iterators of `run`, so that they start after its consumed samples. Collective."""
-    state, args = run.state, run.args
+    state, data = run.state, run.config.data
     plan = BatchPlan(
-        micro_batch_size=run.training.micro_batch_size or 1,
+        micro_batch_size=run.config.training.micro_batch_size,
         dp_rank=group_rank(run.groups.dp),
         dp_size=group_size(run.groups.dp),
         consumed_train_samples=state.consumed_train_samples,
         consumed_valid_samples=state.consumed_valid_samples,
         num_workers=run.num_workers,
         pin_memory=run.device.type == "cuda",
-        create_attention_mask=args.create_attention_mask_in_dataloader,
-        dataloader_type=args.dataloader_type,
-        seed=args.seed,
+        create_attention_mask=data.create_attention_mask_in_dataloader,
+        dataloader_type=data.dataloader_type,
+        seed=run.config.training.seed,
         data_order=state.data_order or {},
-        full_validation=args.full_validation,
+        full_validation=data.full_validation,
     )
     train, valid, test = run.datasets
     run.train_iterator, valid_iterators, test_iterator = build_data_iterators((train, valid, test), plan)
     sets = validation_sets(valid)
-    names = _names_of_sets(sets, args)
-    plain = [run.evaluation_microbatches] * run.training.eval_iters
+    names = _names_of_sets(sets, data)
+    plain = [run.evaluation_microbatches] * run.config.training.eval_iters
     run.valid_sets = [
         EvaluationSet(
             iterator=iterator,
-            num_microbatches=_full_batches(plan.full_rounds(one), run) if args.full_validation else plain,
+            num_microbatches=_full_batches(plan.full_rounds(one), run) if data.full_validation else plain,
             name=name,
         )
         for one, iterator, name in zip(sets, valid_iterators, names)
@@ -397,13 +401,13 @@ def _full_batches(rounds: int, run: TrainingRun) -> list[int]:
     return [run.evaluation_microbatches] * full + [rest] * (rest > 0)
 
 
-def _names_of_sets(sets: Sequence[Any], args: argparse.Namespace) -> Sequence[str | None]:
+def _names_of_sets(sets: Sequence[Any], data: DataConfig) -> Sequence[str | None]:
     """Returns the names of validation sets: from the flags, else from their file names, else numbers.
 
     A single set has no name, unless a flag specifies it.
     """
-    given = args.validation_set_names
-    if len(sets) > 1 and not args.multiple_validation_sets:
+    given = data.validation_set_names
+    if len(sets) > 1 and not data.multiple_validation_sets:
         raise ValueError(
             f"the dataset provider returned {len(sets)} validation sets: add --multiple-validation-sets to "
             "evaluate each, or return one dataset"

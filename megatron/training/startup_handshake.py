@@ -3,7 +3,6 @@
 error_broadcast.py exchanges errors between ranks afterwards.
 """
 
-import argparse
 import contextlib
 import functools
 import hashlib
@@ -25,7 +24,7 @@ from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.values import yaml_of_value
 from megatron.training.command_line.yaml_config import config_values, shown_flags
-from megatron.training.config import DistributedConfig
+from megatron.training.config import DistributedConfig, RunConfig
 from megatron.training.error_broadcast import ErrorBroadcast, named_ranks, record_collectives
 
 Settings = Mapping[str, str]
@@ -205,20 +204,20 @@ def _prefix_of_visit(store: dist.Store, rank: int) -> str:
     return f"visit {max(store.add(visits, 0), 1)}"
 
 
-def common_settings(args: argparse.Namespace) -> dict[str, str]:
+def common_settings(run_config: RunConfig) -> dict[str, str]:
     """Returns the settings that must be equal on all ranks, by flag, as text. File paths count only as given or not."""
-    settings = {"WORLD_SIZE": str(args.world_size), "the torch version": str(torch.__version__)}
-    for flag in shown_flags(args, flag_table()):
-        value = vars(args)[flag.dest]
+    settings = {"WORLD_SIZE": str(run_config.launch.world_size), "the torch version": str(torch.__version__)}
+    for flag in shown_flags(run_config.values, flag_table()):
+        value = run_config.values[flag.dest]
         given = "given" if flag.dest in _MACHINE_SPECIFIC and value is not None else json.dumps(yaml_of_value(value))
         settings[flag.flags[0]] = given
-    return {**settings, **_settings_of_script(args)}
+    return {**settings, **_settings_of_script(run_config)}
 
 
-def _settings_of_script(args: argparse.Namespace) -> dict[str, str]:
+def _settings_of_script(run_config: RunConfig) -> dict[str, str]:
     """Returns the numbers and switches that a script's own flags have set. Texts may be paths, which may differ."""
     known = flag_table().by_dest
-    values = {name: value for name, value in config_values(args).items() if name not in known}
+    values = {name: value for name, value in config_values(run_config.values).items() if name not in known}
     return {name: json.dumps(value) for name, value in values.items() if isinstance(value, (bool, int, float))}
 
 

@@ -29,6 +29,7 @@ from megatron.planner.recorders import LiveBytes, MessageRecorder
 from megatron.planner.traced_step import by_pass
 from megatron.planner.work import Traffic, merged
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.meters.memory import HeldMemoryMeter
 from megatron.training.run import TrainingRun
 from megatron.training.training import run_step
@@ -212,9 +213,11 @@ def _num_ranks(name: str) -> int:
 
 @cache
 def _plan(name: str, rank_in_stage: int = 0) -> Plan:
-    args = validate_args(parse_args(argv=[*_argv(name), "--dry-run", "--world-size", str(_num_ranks(name))]))
+    run_config = run_config_of(
+        validate_args(parse_args(argv=[*_argv(name), "--dry-run", "--world-size", str(_num_ranks(name))]))
+    )
     provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
-    return plan_run(args, provider, forward_step_func=step, rank_in_stage=rank_in_stage)
+    return plan_run(run_config, provider, forward_step_func=step, rank_in_stage=rank_in_stage)
 
 
 def _planned_by_rank(name: str) -> dict[int, RankPlan]:

@@ -23,6 +23,7 @@ from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.training.callbacks import Callback, CallbackList, EvaluationReport, StepReport
 from megatron.training.checkpointing.rng_state import rng_sharded_state
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.command_line.published import publish_run
 from megatron.training.initialize import start_processes
 from megatron.training.run import TrainingRun
@@ -54,7 +55,9 @@ def started_run(
     """Sets up a run like `pretrain`, in the process group of the harness, and tears it down afterwards."""
     try:
         args = start_processes(argv=argv)
-        run = setup_run(args, model_provider, forward_step_func=forward_step, config_overrides=config_overrides)
+        run = setup_run(
+            run_config_of(args), model_provider, forward_step_func=forward_step, config_overrides=config_overrides
+        )
         setup_data(run, pretrain_gpt.train_valid_test_datasets_provider, num_workers=0)
         yield run
     finally:

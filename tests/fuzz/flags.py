@@ -13,7 +13,7 @@ import torch
 
 import pretrain_gpt
 from megatron.planner.fake_ranks import fake_rank
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import parse_args, read_run_config, validate_args
 from megatron.training.command_line.flags import Flag, FlagState, flag_table
 from megatron.training.command_line.values import choice_names
 from megatron.training.errors import exit_on_user_error
@@ -150,10 +150,10 @@ def _run(case: CommandLine) -> None:
 
 def _build_one_rank(case: CommandLine) -> None:
     with patch.dict(os.environ, WORLD_SIZE=str(case.world_size), RANK=str(case.rank)), exit_on_user_error():
-        args = validate_args(parse_args(argv=case.argv))
-        with fake_rank(args, case.rank, world_size=case.world_size):
-            setup_tokenizer(args)
-            parts = [part for part, _ in model_parts(partial(build_gpt, args), args)]
+        run_config = read_run_config(case.argv)
+        with fake_rank(run_config, case.rank, world_size=case.world_size):
+            setup_tokenizer(run_config)
+            parts = [part for part, _ in model_parts(partial(build_gpt, run_config), run_config)]
             values = [p for part in parts for p in part.parameters() if p.numel() and not p.is_meta]
             assert all(torch.isfinite(p).all() for p in values)
 

@@ -23,7 +23,7 @@ from megatron.planner.stash.routing import RoutingSpan
 from megatron.planner.stash.stages import PlannedRun
 from megatron.planner.stash.walk import walk
 from megatron.tools.run_log import Series
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import read_run_config
 from megatron.training.callbacks.routing_trace import RoutingHeader
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.routing_traces import write_trace
@@ -45,7 +45,7 @@ FLAGS: Flags = {
 def small_run(tmp_path: Path, steps: list[list[int]]) -> tuple[PlannedRun, list[RoutingSpan]]:
     """Plans a run of two ranks in which all layers have the token counts of `steps`. Also returns its routing steps."""
     words = command_line({**read_bases()["moe"], **FLAGS})
-    header = RoutingHeader.of(validate_args(parse_args(argv=[*words, "--dry-run", "--world-size", "2"])))
+    header = RoutingHeader.of(read_run_config([*words, "--dry-run", "--world-size", "2"]))
     tokens = ({layer: torch.tensor([[counts] * 2]) for layer in header.layers} for counts in steps)
     write_trace(tmp_path / "trace", header, tokens)
     return planned(words, tmp_path / "trace", ranks=2)

@@ -301,7 +301,7 @@ def _run_arguments(model: HubModel, dtype: torch.dtype, *, companions: Path, sou
         args.tokenizer_type, args.tokenizer_model = "HuggingFaceTokenizer", str(companions.resolve())
     elif (source / "tokenizer.model").is_file():
         args.tokenizer_type, args.tokenizer_model = "Llama2Tokenizer", str((companions / "tokenizer.model").resolve())
-    stored = args_to_json(args)
+    stored = args_to_json(vars(args))
     # The sequence length belongs to the run, not to the model.
     del stored["seq_length"]
     return stored

@@ -18,6 +18,7 @@ from benchmarks.gpu.checks.side_workers import error_of
 from benchmarks.gpu.shapes import RANKS
 from benchmarks.train_step import FLAGS
 from megatron.planner.plan import plan_run
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.initialize import read_arguments
 
 
@@ -33,7 +34,7 @@ def predict(flags: str) -> Prediction:
     """Plans the first rank of a run. flags: added to those of the benchmarks. Requires no process group."""
     words = [*FLAGS.split(), *flags.split(), "--dry-run", "--world-size", str(RANKS)]
     args = read_arguments(argv=words)
-    plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    plan = plan_run(run_config_of(args), pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
     flops = plan.flops_per_sample * args.global_batch_size / RANKS
     return Prediction(max(stage.memory.peak for stage in plan.stages), flops)
 

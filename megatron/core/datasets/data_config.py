@@ -62,14 +62,15 @@ class DataConfig:
     eod_mask_loss: bool = config_field(
         False, help="Exclude positions whose input is the end-of-document token from the loss."
     )
-    seq_length: int | None = config_field(None, help="Tokens per sample.", at_least=1)
+    seq_length: int = config_field(None, filled_in=True, help="Tokens per sample.", at_least=1)
     num_workers: int = config_field(
         2,
         help="Worker processes of each data iterator (at most one per core); 0 reads in the training process.",
         at_least=0,
     )
-    dataloader_type: str | None = config_field(
+    dataloader_type: str = config_field(
         None,
+        filled_in=True,
         choices=("single", "cyclic", "external"),
         help="single (default): samples in dataset order; cyclic: in a random order for each epoch; external: the "
         "iterators returned by the script's dataset provider.",

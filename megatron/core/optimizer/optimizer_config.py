@@ -310,7 +310,7 @@ class OptimizerConfig(PrecisionConfig, OptimizerOffloadConfig, MuonConfig, InBac
         help="Optimizer; adam is AdamW, muon is Muon for matrices with AdamW for the rest, distributed_fused_adam is "
         "AdamW with sharded states and gradients (ZeRO-2).",
     )
-    lr: float | None = config_field(None, more_than=0, help="Maximum learning rate; the schedule scales it.")
+    lr: float = config_field(None, filled_in=True, more_than=0, help="Maximum learning rate; the schedule scales it.")
     min_lr: float | None = config_field(
         None, cli_default=0.0, at_least=0, help="Minimum learning rate of the schedule."
     )

@@ -17,13 +17,14 @@ class AttentionConfig:
     cli_group: ClassVar[str] = "attention"
 
     num_attention_heads: int = config_field(0, cli_default=None, help="Number of query heads per layer.", at_least=0)
-    num_query_groups: int | None = config_field(
+    num_query_groups: int = config_field(
         None,
+        filled_in=True,
         help="Key/value heads per layer with --group-query-attention; default: 1. Otherwise one per query head.",
         at_least=1,
     )
-    kv_channels: int | None = config_field(
-        None, help="Width of one head; default: hidden size / attention heads.", at_least=1
+    kv_channels: int = config_field(
+        None, filled_in=True, help="Width of one head; default: hidden size / attention heads.", at_least=1
     )
     attention_dropout: float = config_field(
         0.1, help="Dropout probability of attention probabilities.", at_least=0, less_than=1

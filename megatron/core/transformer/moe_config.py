@@ -63,8 +63,11 @@ class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
         help="Layers with experts: N for every Nth layer, starting with the first, or a pattern such as ([0]+[1]*3)*2.",
         parse=partial(parse_layer_pattern, field="moe_layer_freq"),
     )
-    moe_ffn_hidden_size: int | None = config_field(
-        None, help="Inner width of each expert; default: the inner width of dense feed-forward layers.", at_least=1
+    moe_ffn_hidden_size: int = config_field(
+        None,
+        filled_in=True,
+        help="Inner width of each expert; default: the inner width of dense feed-forward layers.",
+        at_least=1,
     )
     moe_shared_expert_intermediate_size: int | None = config_field(
         None,

@@ -97,8 +97,9 @@ class TransformerConfig(
         0, cli_default=None, help="Number of transformer layers.", at_least=0, at_most=MAX_LAYERS
     )
     hidden_size: int = config_field(0, cli_default=None, help="Width of the residual stream.", at_least=0)
-    ffn_hidden_size: int | None = config_field(
+    ffn_hidden_size: int = config_field(
         None,
+        filled_in=True,
         help="Inner width of the feed-forward layers; default: 4 x hidden size, or 8/3 x with --swiglu.",
         at_least=1,
     )
@@ -234,6 +235,13 @@ class TransformerConfig(
             if self.fp32_residual_connection
             else self.params_dtype
         )
+
+    @property
+    def graphed_modules(self) -> list[str]:
+        """The parts of layers that cuda_graph_impl "local" captures: by default attention and feed-forward layers."""
+        has_experts = layers_with_experts(self.num_moe_experts, self.moe_layer_freq, num_layers=self.num_layers)
+        feed_forward = [name for name, kind in (("mlp", 0), ("moe", 1)) if kind in has_experts]
+        return self.cuda_graph_modules or ["attn", *feed_forward]
 
 
 def _other_default(name: str, default: Any) -> Any:
@@ -486,9 +494,7 @@ def validate_layout_of_experts(config: TransformerConfig) -> None:
         of="expert_model_parallel_size",
         size=config.expert_model_parallel_size,
     )
-    assert config.moe_ffn_hidden_size is not None, "set by __post_init__"
     expert_tensor_size = config.expert_tensor_parallel_size
-    assert expert_tensor_size is not None, "set by __post_init__"
     tensor_size = config.tensor_model_parallel_size
     check_multiple(
         "moe_ffn_hidden_size", config.moe_ffn_hidden_size, of="expert_tensor_parallel_size", size=expert_tensor_size

@@ -4,7 +4,6 @@ their buffers.
 Reads them from the run's own model, built on the meta device.
 """
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
@@ -23,7 +22,7 @@ from megatron.core.transformer.moe.paged_stash.sizing import StepNeeds, step_nee
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from megatron.planner.plan import as_rank, pipeline_of
-from megatron.training.command_line.validation import batch_sizes
+from megatron.training.config import RunConfig
 from megatron.training.setup import model_parts
 from megatron.training.step.expert_memory import ExpertSchedule
 
@@ -36,9 +35,9 @@ class StashFlags:
     """
 
     hidden_size: int
-    moe_ffn_hidden_size: int | None
+    moe_ffn_hidden_size: int
     gated_linear_unit: bool
-    expert_tensor_parallel_size: int | None
+    expert_tensor_parallel_size: int
     recompute_modules: list[str] | None
     lora_rank: int | None
     lora_target_modules: list[str]
@@ -150,12 +149,12 @@ class PlannedRun:
         return step_needs(flags, events, max_rows=max_rows if events else 0, balanced_rows=self.ranks.balanced_rows)
 
 
-def planned_run(args: argparse.Namespace, model_provider: Callable[..., nn.Module]) -> PlannedRun:
+def planned_run(run_config: RunConfig, model_provider: Callable[..., nn.Module]) -> PlannedRun:
     """Builds the planned run from validated arguments, which must use static expert buffers."""
     stages, found = [], None
-    for rank in pipeline_of(args, 0):
-        with as_rank(args, rank) as groups:
-            chunks = [chunk for chunk, _ in model_parts(model_provider, args)]
+    for rank in pipeline_of(run_config, 0):
+        with as_rank(run_config, rank) as groups:
+            chunks = [chunk for chunk, _ in model_parts(model_provider, run_config)]
             config: TransformerConfig = get_model_config(chunks[0])
             schedule = ExpertSchedule(chunks, groups, microbatch_group_size=config.microbatch_group_size_per_vp_stage)
         layers = [layer for of_chunk in schedule.layers for layer in of_chunk]
@@ -165,10 +164,10 @@ def planned_run(args: argparse.Namespace, model_provider: Callable[..., nn.Modul
     assert found is not None, "at least one stage has MoE layers"
     config, dispatcher = found
     assert isinstance(dispatcher, MoEStaticTokenDispatcher), "a capacity factor selects a static dispatcher"
-    sizes = batch_sizes(args)
+    sizes = run_config.batch_sizes()
     return PlannedRun(
         StashFlags.of(config),
-        _expert_ranks(args, config, dispatcher=dispatcher),
+        _expert_ranks(run_config, config, dispatcher=dispatcher),
         stages,
         # A graph of one layer cannot restore another layer's rows.
         prefetch_groups=0 if config.captures_experts else config.moe_paged_stash_prefetch_layers,
@@ -178,16 +177,19 @@ def planned_run(args: argparse.Namespace, model_provider: Callable[..., nn.Modul
 
 
 def _expert_ranks(
-    args: argparse.Namespace, config: TransformerConfig, *, dispatcher: MoEStaticTokenDispatcher
+    run_config: RunConfig, config: TransformerConfig, *, dispatcher: MoEStaticTokenDispatcher
 ) -> ExpertRanks:
-    sharing_tokens = args.context_parallel_size * (args.tensor_model_parallel_size if config.sequence_parallel else 1)
+    transformer = run_config.transformer
+    sharing_tokens = transformer.context_parallel_size * (
+        transformer.tensor_model_parallel_size if config.sequence_parallel else 1
+    )
     budget = dispatcher.budget
     assert config.num_moe_experts is not None, "the model has experts"
     return ExpertRanks(
         num_experts=config.num_moe_experts,
         topk=config.moe_router_topk,
-        tokens=args.seq_length * args.micro_batch_size // sharing_tokens,
-        num_ranks=args.world_size // args.pipeline_model_parallel_size,
+        tokens=run_config.data.seq_length * run_config.training.micro_batch_size // sharing_tokens,
+        num_ranks=run_config.launch.world_size // transformer.pipeline_model_parallel_size,
         num_sharing=budget.num_ranks,
         num_shards=budget.num_shards,
         budget=budget,

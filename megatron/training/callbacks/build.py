@@ -1,6 +1,5 @@
 """Builds the callbacks of a run from its arguments: logs and progress bar on rank 0, profiles on the selected ranks."""
 
-import argparse
 import functools
 import os
 import sys
@@ -20,33 +19,38 @@ from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingLog
 from megatron.training.callbacks.run_files import JsonlLog, ProgressFile, RunFile, describe_run
 from megatron.training.callbacks.tensorboard import TensorBoardLog
 from megatron.training.callbacks.wandb_log import WandbLog
-from megatron.training.command_line.config_builder import config_from_args
-from megatron.training.config import GarbageCollectionConfig, LoggingConfig, ProfilingConfig
+from megatron.training.config import ProfilingConfig, RunConfig
 
 
-def setup_callbacks(args: argparse.Namespace, extra: Sequence[Callback] = (), *, size: tuple[int, int]) -> CallbackList:
+def setup_callbacks(run_config: RunConfig, extra: Sequence[Callback] = (), *, size: tuple[int, int]) -> CallbackList:
     """Builds all callbacks of this rank, and appends the script's callbacks. size: the result of count_parameters."""
-    own = (*_first_rank_callbacks(args, size), *_last_rank_callbacks(args), *_every_rank_callbacks(args))
+    own = (
+        *_first_rank_callbacks(run_config, size),
+        *_last_rank_callbacks(run_config),
+        *_every_rank_callbacks(run_config),
+    )
     return CallbackList((*own, *extra))
 
 
-def _last_rank_callbacks(args: argparse.Namespace) -> list[Callback]:
+def _last_rank_callbacks(run_config: RunConfig) -> list[Callback]:
     """Builds the Weights & Biases logger, on the last rank only, where Megatron-LM's scripts expect it."""
-    if args.wandb_project is None or dist.get_rank() != dist.get_world_size() - 1:
+    if run_config.logging.wandb_project is None or dist.get_rank() != dist.get_world_size() - 1:
         return []
-    return [WandbLog(config_from_args(LoggingConfig, args), args)]
+    return [WandbLog(run_config)]
 
 
-def _every_rank_callbacks(args: argparse.Namespace) -> list[Callback]:
+def _every_rank_callbacks(run_config: RunConfig) -> list[Callback]:
     callbacks: list[Callback] = []
-    collection = config_from_args(GarbageCollectionConfig, args)
+    collection = run_config.garbage_collection
     if collection.manual_gc:
         callbacks.append(ManualGC(collection))
-    profiling = config_from_args(ProfilingConfig, args)
+    profiling = run_config.profiling
     if profiling.profile and dist.get_rank() in (profiling.profile_ranks or [0]):
-        callbacks.append(_profile(profiling, args, device=default_device()))
+        callbacks.append(_profile(profiling, run_config, device=default_device()))
     if profiling.record_memory_history and dist.get_rank() in (profiling.profile_ranks or [0]):
-        callbacks.append(_memory_history(profiling, log_interval=args.log_interval, device=default_device()))
+        callbacks.append(
+            _memory_history(profiling, log_interval=run_config.logging.log_interval, device=default_device())
+        )
     return callbacks
 
 
@@ -67,21 +71,21 @@ def _memory_history(config: ProfilingConfig, *, log_interval: int, device: torch
     return CpuMemoryHistory(path, config)
 
 
-def _profile(config: ProfilingConfig, args: argparse.Namespace, *, device: torch.device) -> Callback:
+def _profile(config: ProfilingConfig, run_config: RunConfig, *, device: torch.device) -> Callback:
     if not config.use_pytorch_profiler:
         if device.type == "cuda":
             return NsysProfile(config)
         print_rank_0("note: --profile without a GPU uses torch's profiler, like --use-pytorch-profiler")
-    folder = args.tensorboard_dir or args.save
+    folder = run_config.logging.tensorboard_dir or run_config.checkpoint.save
     if folder is None:
         raise ValueError("--profile needs --tensorboard-dir or --save: the trace is written to that folder")
     return TorchProfile(config, Path(folder) / "profile", rank=dist.get_rank(), device=device)
 
 
-def _first_rank_callbacks(args: argparse.Namespace, size: tuple[int, int]) -> list[Callback]:
+def _first_rank_callbacks(run_config: RunConfig, size: tuple[int, int]) -> list[Callback]:
     if dist.get_rank() != 0:
         return []
-    logging = config_from_args(LoggingConfig, args)
+    training, logging = run_config.training, run_config.logging
     console = Console(highlight=False, soft_wrap=True)
     write: Callable[[str], None] = print_rank_0
     callbacks: list[Callback] = []
@@ -92,15 +96,15 @@ def _first_rank_callbacks(args: argparse.Namespace, size: tuple[int, int]) -> li
         write = functools.partial(console.print, markup=False)
     lines = None
     if logging.is_compact:
-        lines = CompactLines(micro_batch_size=args.micro_batch_size, minutes=args.exit_duration_in_mins or None)
+        lines = CompactLines(micro_batch_size=training.micro_batch_size, minutes=training.exit_duration_in_mins or None)
     callbacks.append(ConsoleLog(logging.log_interval, write=write, lines=lines))
-    folder = logging.tensorboard_dir or args.save
+    folder = logging.tensorboard_dir or run_config.checkpoint.save
     if folder is not None:
-        callbacks += [RunFile(Path(folder), record=describe_run(args, size)), JsonlLog(Path(folder))]
+        callbacks += [RunFile(Path(folder), record=describe_run(run_config, size)), JsonlLog(Path(folder))]
     if logging.tensorboard_dir is not None:
         callbacks.append(TensorBoardLog(logging.tensorboard_dir, logging))
-    if logging.log_progress:
-        callbacks.append(ProgressFile(Path(args.save), args))
-    if logging.record_routing is not None and not args.skip_train:
-        callbacks.append(RoutingLog(Path(logging.record_routing), RoutingHeader.of(args)))
+    if logging.log_progress and run_config.checkpoint.save is not None:
+        callbacks.append(ProgressFile(Path(run_config.checkpoint.save), run_config))
+    if logging.record_routing is not None and not training.skip_train:
+        callbacks.append(RoutingLog(Path(logging.record_routing), RoutingHeader.of(run_config)))
     return callbacks

@@ -12,7 +12,6 @@ that share experts are adjacent: groups of n * t ranks for expert-model-parallel
 t.
 """
 
-import argparse
 import gzip
 import json
 from collections.abc import Iterator
@@ -29,6 +28,7 @@ from megatron.core.transformer.mtp_config import with_mtp_layers
 from megatron.training.callbacks.base import Callback, RunStart, StepReport
 from megatron.training.callbacks.lines import LineFile
 from megatron.training.callbacks.run_files import keep_lines_until
+from megatron.training.config import RunConfig
 
 FORMAT = 1
 
@@ -59,28 +59,31 @@ class RoutingHeader:
     itemsize: int
 
     @classmethod
-    def of(cls, args: argparse.Namespace) -> "RoutingHeader":
+    def of(cls, run_config: RunConfig) -> "RoutingHeader":
         """Builds the header of a run with these arguments."""
-        has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
-        has_experts = with_mtp_layers(has_experts, args.mtp_num_layers)
-        shared_by = args.tensor_model_parallel_size * args.context_parallel_size
+        transformer = run_config.transformer
+        has_experts = layers_with_experts(
+            transformer.num_moe_experts, transformer.moe_layer_freq, num_layers=transformer.num_layers
+        )
+        has_experts = with_mtp_layers(has_experts, transformer.mtp_num_layers)
+        shared_by = transformer.tensor_model_parallel_size * transformer.context_parallel_size
         return cls(
             layers=[number for number, experts in enumerate(has_experts, 1) if experts],
             num_layers=len(has_experts),
-            num_experts=args.num_experts,
-            topk=args.moe_router_topk,
-            tokens_of_microbatch=args.seq_length * args.micro_batch_size // shared_by,
-            tensor_model_parallel_size=args.tensor_model_parallel_size,
-            context_parallel_size=args.context_parallel_size,
-            data_parallel_size=args.data_parallel_size,
-            pipeline_model_parallel_size=args.pipeline_model_parallel_size,
-            expert_model_parallel_size=args.expert_model_parallel_size,
-            expert_tensor_parallel_size=args.expert_tensor_parallel_size or args.tensor_model_parallel_size,
-            capacity_factor=args.moe_expert_rank_capacity_factor,
-            hidden_size=args.hidden_size,
-            moe_ffn_hidden_size=args.moe_ffn_hidden_size or args.ffn_hidden_size,
-            gated_linear_unit=args.swiglu or args.quick_geglu,
-            itemsize=2 if args.bf16 or args.fp16 else 4,
+            num_experts=transformer.num_moe_experts or 0,
+            topk=transformer.moe_router_topk,
+            tokens_of_microbatch=run_config.data.seq_length * run_config.training.micro_batch_size // shared_by,
+            tensor_model_parallel_size=transformer.tensor_model_parallel_size,
+            context_parallel_size=transformer.context_parallel_size,
+            data_parallel_size=run_config.launch.data_parallel_size,
+            pipeline_model_parallel_size=transformer.pipeline_model_parallel_size,
+            expert_model_parallel_size=transformer.expert_model_parallel_size,
+            expert_tensor_parallel_size=transformer.expert_tensor_parallel_size,
+            capacity_factor=transformer.moe_expert_rank_capacity_factor,
+            hidden_size=transformer.hidden_size,
+            moe_ffn_hidden_size=transformer.moe_ffn_hidden_size,
+            gated_linear_unit=transformer.gated_linear_unit,
+            itemsize=transformer.params_dtype.itemsize,
         )
 
     def line(self, iteration: int) -> bytes:

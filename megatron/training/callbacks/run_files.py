@@ -4,7 +4,6 @@
 console.py prints to the console, and tensorboard.py writes files for TensorBoard.
 """
 
-import argparse
 import json
 import math
 import os
@@ -28,6 +27,7 @@ from megatron.training.callbacks.base import Callback, EvaluationReport, RunStar
 from megatron.training.callbacks.lines import LineFile
 from megatron.training.command_line.yaml_config import config_values
 from megatron.training.compute.flops import num_floating_point_operations, num_operations_of_samples
+from megatron.training.config import RunConfig
 
 
 class RunFile(Callback):
@@ -49,13 +49,13 @@ class RunFile(Callback):
             file.write(json.dumps(record, indent=1).encode() + b"\n")
 
 
-def describe_run(args: argparse.Namespace, size: tuple[int, int]) -> dict[str, Any]:
+def describe_run(run_config: RunConfig, size: tuple[int, int]) -> dict[str, Any]:
     """Returns the run's environment, flags and model size as JSON values. size: the result of count_parameters."""
     parameters, active = size
-    flops_per_token = num_floating_point_operations(args, 1) / args.seq_length
+    flops_per_token = num_floating_point_operations(run_config, 1) / run_config.data.seq_length
     return {
         "environment": environment(),
-        "flags": config_values(args),
+        "flags": config_values(run_config.values),
         "model": {"parameters": parameters, "active_parameters": active, "flops_per_token": flops_per_token},
     }
 
@@ -238,11 +238,11 @@ class Stretch:
 class ProgressFile(Callback):
     """Appends a line to `progress.txt` at the start of a job and at each checkpoint, in Megatron-LM's format."""
 
-    def __init__(self, folder: Path, args: argparse.Namespace) -> None:
+    def __init__(self, folder: Path, run_config: RunConfig) -> None:
         self.path = folder / "progress.txt"
         self.num_devices = dist.get_world_size()
         self._samples, self._padding = 0, NO_PADDING
-        self._args = args
+        self._run_config = run_config
         self._job = self._stretch = Stretch(datetime.now(), 0.0)
         self._file: LineFile | None = None
 
@@ -251,7 +251,7 @@ class ProgressFile(Callback):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = LineFile(self.path)
         # The checkpoint, if any, is already loaded.
-        self._samples, self._padding = self._args.consumed_train_samples, start.consumed_padding
+        self._samples, self._padding = self._run_config.values["consumed_train_samples"], start.consumed_padding
         self._job = Stretch(datetime.now(), self._flops)
         self._append("Starting job")
         self._stretch = last_stretch(self.path.read_text(encoding="utf-8"), self.num_devices) or self._job
@@ -262,7 +262,7 @@ class ProgressFile(Callback):
 
     def on_save(self, iteration: int) -> None:
         """Writes a line with the throughput, operations and tokens up to the checkpoint."""
-        flops, tokens = self._flops, self._samples * self._args.seq_length - self._padding.tokens
+        flops, tokens = self._flops, self._samples * self._run_config.data.seq_length - self._padding.tokens
         self._append(
             f"Saved checkpoint\tIteration: {iteration}\t"
             f"Job throughput: {self._tflops(flops, self._job):.1f} TFLOP/s/GPU\t"
@@ -279,7 +279,7 @@ class ProgressFile(Callback):
 
     @property
     def _flops(self) -> float:
-        return num_operations_of_samples(self._args, self._samples, self._padding)
+        return num_operations_of_samples(self._run_config, self._samples, self._padding)
 
     def _tflops(self, flops: float, since: Stretch) -> float:
         seconds = max((datetime.now() - since.start).total_seconds(), 1e-6)

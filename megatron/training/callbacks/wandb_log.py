@@ -6,7 +6,6 @@ Points use the iteration as their step, which must not decrease. If an iteration
 rewind, its first values remain.
 """
 
-import argparse
 import os
 import sys
 from pathlib import Path
@@ -16,14 +15,18 @@ from megatron.training.callbacks.base import Callback, EvaluationReport, RunStar
 from megatron.training.callbacks.tensorboard import evaluation_scalars, step_scalars
 from megatron.training.command_line.published import publish_wandb
 from megatron.training.command_line.yaml_config import config_values
-from megatron.training.config import LoggingConfig
+from megatron.training.config import RunConfig
 
 _ID_FILE = "run_id.txt"
 
 
-def wandb_folder(args: argparse.Namespace) -> Path:
+def wandb_folder(run_config: RunConfig) -> Path:
     """Returns the folder for wandb's files: --wandb-save-dir, or `wandb` in --save. One of the two is always given."""
-    return Path(args.save) / "wandb" if args.wandb_save_dir is None else Path(args.wandb_save_dir)
+    own, save = run_config.logging.wandb_save_dir, run_config.checkpoint.save
+    if own is not None:
+        return Path(own)
+    assert save is not None, "checked with --wandb-project"
+    return Path(save) / "wandb"
 
 
 class WandbLog(Callback):
@@ -32,7 +35,8 @@ class WandbLog(Callback):
     writer: the module `wandb`, whose `log` works after on_train_start. Megatron-LM passes the same object to scripts.
     """
 
-    def __init__(self, config: LoggingConfig, args: argparse.Namespace) -> None:
+    def __init__(self, run_config: RunConfig) -> None:
+        config = run_config.logging
         try:
             # An optional package that takes a second to import.
             import wandb
@@ -44,8 +48,8 @@ class WandbLog(Callback):
 
         self.config = config
         self.writer: Any = wandb
-        self._folder = wandb_folder(args)
-        self._settings = config_values(args)
+        self._folder = wandb_folder(run_config)
+        self._settings = config_values(run_config.values)
         self._run: Any = None
         self._last_step = 0
 

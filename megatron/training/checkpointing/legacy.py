@@ -5,7 +5,6 @@ part of each rank determines which boxes of logical tensors its stored parameter
 files, and tools/convert_legacy.py writes the result to disk.
 """
 
-import argparse
 import math
 import re
 from collections.abc import Iterator
@@ -37,6 +36,7 @@ from megatron.training.checkpointing.legacy_files import (
 )
 from megatron.training.checkpointing.megatron_core import tensors_of
 from megatron.training.checkpointing.megatron_objects import values_without_state
+from megatron.training.config import RunConfig
 
 
 class BuildParts(Protocol):
@@ -44,7 +44,7 @@ class BuildParts(Protocol):
 
     def __call__(
         self,
-        args: argparse.Namespace,
+        run_config: RunConfig,
         *,
         padded_vocab_size: int,
         layout: dict[str, Any] | None = None,
@@ -68,7 +68,7 @@ def legacy_values(folder: Path) -> dict[str, Any]:
 
 def as_checkpoint(
     files: LegacyFiles,
-    args: argparse.Namespace,
+    run_config: RunConfig,
     build_parts: BuildParts,
     *,
     process_group: dist.ProcessGroup | None = None,
@@ -81,15 +81,15 @@ def as_checkpoint(
     """
     group = every_rank(process_group)
     with all_ranks_agree(group):
-        rows = files.vocabulary_rows(num_tokens=args.unpadded_vocab_size)
+        rows = files.vocabulary_rows(num_tokens=run_config.gpt.unpadded_vocab_size)
         layout = files.layout
         own: list[_StoredPart] = []
         for number, rank in enumerate(files.ranks()):
             if number % group_size(group) != group_rank(group):
                 continue
             place = {"tensor": rank.tensor, "pipeline": rank.pipeline, "expert": rank.expert}
-            chunks = build_parts(args, padded_vocab_size=rows, layout=layout, **place)
-            own += _stored_parts(files, rank, chunks, args)
+            chunks = build_parts(run_config, padded_vocab_size=rows, layout=layout, **place)
+            own += _stored_parts(files, rank, chunks, run_config)
     parts = [part for of_rank in gather_objects(own, group) for part in of_rank]
     with all_ranks_agree(group):
         return _view(files, parts)
@@ -116,7 +116,7 @@ class _StoredPart:
 
 
 def _stored_parts(
-    files: LegacyFiles, rank: LegacyRank, chunks: list[nn.Module], args: argparse.Namespace
+    files: LegacyFiles, rank: LegacyRank, chunks: list[nn.Module], run_config: RunConfig
 ) -> Iterator[_StoredPart]:
     """Checks the file of a rank, and yields all parts of logical tensors that it stores."""
     path = files.path(rank)
@@ -124,9 +124,11 @@ def _stored_parts(
     check_legacy(path)
     if len(chunks) != len(file.chunks):
         raise ValueError(f"{path} holds {len(file.chunks)} model chunks: must be {len(chunks)}")
-    num_experts = (args.num_experts or 0) // int(files.layout.get("expert_model_parallel_size", 1))
+    num_experts = (run_config.transformer.num_moe_experts or 0) // int(
+        files.layout.get("expert_model_parallel_size", 1)
+    )
     for number, (chunk, stored) in enumerate(zip(chunks, file.chunks, strict=True)):
-        facts = facts_of(chunk, num_experts=num_experts, hidden_size=args.hidden_size)
+        facts = facts_of(chunk, num_experts=num_experts, hidden_size=run_config.transformer.hidden_size)
         state = to_names_here(stored, facts)
         wanted, logical = tensors_of(chunk), model_logical_pieces(chunk)
         _check_names_and_shapes(wanted, state, path=path)

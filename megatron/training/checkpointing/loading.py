@@ -4,7 +4,6 @@ saving.py defines the content of checkpoints. core/dist_checkpointing reads the 
 run_values.py checks the arguments, and partial_load.py handles models that differ on purpose.
 """
 
-import argparse
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -66,7 +65,7 @@ from megatron.training.checkpointing.run_values import (
     order_of_arguments,
 )
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.config import CheckpointConfig
+from megatron.training.config import CheckpointConfig, RunConfig
 
 
 def load_run(
@@ -75,7 +74,7 @@ def load_run(
     opt_param_scheduler: CheckpointedScheduler | None,
     *,
     train_state: TrainState,
-    args: argparse.Namespace,
+    run_config: RunConfig,
     config: CheckpointConfig,
     pg_collection: ProcessGroupCollection | None = None,
     build_parts: legacy.BuildParts | None = None,
@@ -88,9 +87,9 @@ def load_run(
     checkpoint is damaged, belongs to a different model, or lacks requested state. build_parts: builds the model parts
     of any rank in any layout on the meta device; required for checkpoints in Megatron's formats.
     """
-    open_found = partial(_open, args=args, config=config, build_parts=build_parts)
+    open_found = partial(_open, run_config=run_config, config=config, build_parts=build_parts)
     found, verified = _find(config, open_found)
-    adopts_schedule = bool(args.use_checkpoint_opt_param_scheduler)
+    adopts_schedule = bool(run_config.scheduler.use_checkpoint_opt_param_scheduler)
     if found is None and config.pretrained_checkpoint is not None:
         # The same command adopts the schedule once it finds its own checkpoint.
         config, adopts_schedule = _pretrained(config), False
@@ -100,13 +99,13 @@ def load_run(
     # Arguments are checked before tensors, because "--hidden-size is 128 here" is clearer than a shape mismatch.
     with all_ranks_agree():
         common = checked_run_values(found.path, verified.common)
-        plan = PartialLoadPlan.of(args, common["args"], may_upcycle=config.moe_use_upcycling)
+        plan = PartialLoadPlan.of(run_config, common["args"], may_upcycle=config.moe_use_upcycling)
         scope = _load_scope(
             found, common, config=config, has_optimizer=optimizer is not None, weights_alone=plan.experts
         )
         plan.check_position(restored=scope.position)
         if scope.optimizer:
-            check_same_optimizer(args, common["args"])
+            check_same_optimizer(run_config.values, common["args"])
         # Loaded before the tensors, because a schedule mismatch is a frequent mistake and quick to detect.
         if opt_param_scheduler is not None:
             _load_schedule(
@@ -117,24 +116,24 @@ def load_run(
             )
     run = RunState(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
     replicas = run.groups.dp_cp if config.ckpt_fully_parallel_load else None
-    tying = Tying.between(common["args"], vars(args))
+    tying = Tying.between(common["args"], run_config.values)
     source = _Source(verified, replicas, Strictness(config.dist_ckpt_strictness), plan, tying)
     _load_tensors(run, source, scope=scope, frozen=set(common["frozen"]))
     if scope.rng and not source.holds(rng_sharded_state(run.groups)):
-        _reseed(run.groups, seed=args.seed, iteration=found.iteration)
+        _reseed(run.groups, seed=run_config.training.seed, iteration=found.iteration)
     if scope.optimizer and optimizer is not None:
         optimizer.load_state_dict(common["optimizer"])
     if scope.position:
         train_state.load_state_dict(common["train_state"])
         if train_state.data_order is None and train_state.iteration:
-            train_state.data_order = _order_without_record(args, common)
+            train_state.data_order = _order_without_record(run_config, common)
         if optimizer is not None:
             _set_tracker_back(config, found.iteration)
     with all_ranks_agree():
         if config.save is not None and config.load is not None and is_rank_0():
             carry_companions(config.load, config.save)
     continues = optimizer is not None and scope.position
-    noted = noted_differences(args, common["args"], trains=continues, optimizer=scope.optimizer)
+    noted = noted_differences(run_config.values, common["args"], trains=continues, optimizer=scope.optimizer)
     if noted:
         print_rank_0(f"  note: this run has other settings than the checkpoint's run: {', '.join(noted)}")
     weights_alone = "" if scope.position else ": weights only, training starts at iteration 0"
@@ -142,7 +141,7 @@ def load_run(
     return train_state.iteration
 
 
-def _order_without_record(args: argparse.Namespace, common: Mapping[str, Any]) -> DataOrder | None:
+def _order_without_record(run_config: RunConfig, common: Mapping[str, Any]) -> DataOrder | None:
     """Returns the data order that follows from the arguments of a checkpoint's run, or None if they do not fix it."""
     stored = common["args"]
     # Versions that stored no order of the data read a step schedule as numbers of samples.
@@ -154,7 +153,7 @@ def _order_without_record(args: argparse.Namespace, common: Mapping[str, Any]) -
             "continue its batch sizes"
         )
         return None
-    return order_of_arguments(args, stored)
+    return order_of_arguments(run_config.values, stored)
 
 
 @dataclass(frozen=True)
@@ -175,7 +174,7 @@ def _pretrained(config: CheckpointConfig) -> CheckpointConfig:
 def _open(
     found: FoundCheckpoint,
     *,
-    args: argparse.Namespace,
+    run_config: RunConfig,
     config: CheckpointConfig,
     build_parts: legacy.BuildParts | None,
 ) -> VerifiedCheckpoint:
@@ -187,52 +186,53 @@ def _open(
             raise ValueError(
                 f"{found.path} is in {found.format.value}: load it with pretrain(), or convert it (docs/checkpoints.md)"
             )
-    args_of_model = partial(_args_of_model, args, may_upcycle=config.moe_use_upcycling)
+    config_of_model = partial(_config_of_model, run_config, may_upcycle=config.moe_use_upcycling)
     if found.format is CheckpointFormat.LEGACY:
-        return _open_legacy(found.path, args_of_model, build_parts)
-    return _open_megatron_core(found.path, args_of_model, build_parts)
+        return _open_legacy(found.path, config_of_model, build_parts)
+    return _open_megatron_core(found.path, config_of_model, build_parts)
 
 
-def _args_of_model(args: argparse.Namespace, values: Mapping[str, Any], *, may_upcycle: bool) -> argparse.Namespace:
-    """Returns the run's arguments with the model arguments of the checkpoint. values: the checkpoint's values."""
-    PartialLoadPlan.of(args, values["args"], may_upcycle=may_upcycle)
+def _config_of_model(run_config: RunConfig, values: Mapping[str, Any], *, may_upcycle: bool) -> RunConfig:
+    """Returns the run's settings with the model arguments of the checkpoint. values: the checkpoint's values."""
+    PartialLoadPlan.of(run_config, values["args"], may_upcycle=may_upcycle)
     # The checkpoint may lack experts or adapters on purpose, or tie its embeddings.
-    return argparse.Namespace(**{**vars(args), **model_arguments(values["args"], here={})})
+    return run_config.changed(**model_arguments(values["args"], here={}))
 
 
 def _open_legacy(
     folder: Path,
-    args_of_model: Callable[[Mapping[str, Any]], argparse.Namespace],
+    config_of_model: Callable[[Mapping[str, Any]], RunConfig],
     build_parts: legacy.BuildParts,
 ) -> VerifiedCheckpoint:
     """Opens a checkpoint in Megatron-LM's older format. Collective.
 
-    args_of_model: maps the checkpoint's values to model arguments.
+    config_of_model: maps the checkpoint's values to the settings of its model.
     """
     with all_ranks_agree():
-        args = args_of_model(load_run_values(folder))
+        run_config = config_of_model(load_run_values(folder))
         files = LegacyFiles.open(folder)
     _note_unknown(folder, files.first.unknown)
-    return legacy.as_checkpoint(files, args, build_parts)
+    return legacy.as_checkpoint(files, run_config, build_parts)
 
 
 def _open_megatron_core(
     folder: Path,
-    args_of_model: Callable[[Mapping[str, Any]], argparse.Namespace],
+    config_of_model: Callable[[Mapping[str, Any]], RunConfig],
     build_parts: legacy.BuildParts,
 ) -> VerifiedCheckpoint:
     """Opens a checkpoint that Megatron-Core wrote. Collective.
 
-    args_of_model: maps the checkpoint's values to model arguments.
+    config_of_model: maps the checkpoint's values to the settings of its model.
     """
     with all_ranks_agree():
         files = MegatronCoreFiles.open(folder)
         values = checked_run_values(folder, megatron_core.values_of_files(files))
-        args = args_of_model(values)
-        rows = megatron_core.vocabulary_rows(files, num_tokens=args.unpadded_vocab_size)
-        [model] = build_parts(args, padded_vocab_size=rows)
+        run_config = config_of_model(values)
+        rows = megatron_core.vocabulary_rows(files, num_tokens=run_config.gpt.unpadded_vocab_size)
+        [model] = build_parts(run_config, padded_vocab_size=rows)
     _note_unknown(folder, files.unknown)
-    return megatron_core.as_checkpoint(files, model, values=values, with_masters=args.bf16 or args.fp16)
+    has_masters = run_config.transformer.bf16 or run_config.transformer.fp16
+    return megatron_core.as_checkpoint(files, model, values=values, with_masters=has_masters)
 
 
 def _note_unknown(folder: Path, names: Sequence[str]) -> None:

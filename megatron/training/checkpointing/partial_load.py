@@ -3,7 +3,6 @@
 run_values.py rejects all other differences, and loading.py performs the load.
 """
 
-import argparse
 import enum
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,6 +18,7 @@ from megatron.core.optimizer.state_dict import is_state, parameter_key
 from megatron.core.transformer.lora import is_adapter
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing.run_values import check_adapters, check_same_model
+from megatron.training.config import RunConfig
 
 _EXPERTS, _DENSE = ".mlp.experts.", ".mlp."
 _ROUTER = ".mlp.router."
@@ -42,16 +42,20 @@ class PartialLoadPlan:
     adapters: bool
 
     @classmethod
-    def of(cls, args: argparse.Namespace, stored: Mapping[str, Any], *, may_upcycle: bool) -> "PartialLoadPlan":
+    def of(cls, run_config: RunConfig, stored: Mapping[str, Any], *, may_upcycle: bool) -> "PartialLoadPlan":
         """Compares a run with a checkpoint that was saved with the arguments `stored`.
 
         may_upcycle: whether experts may be initialized from a dense checkpoint. Raises ValueError if the two models
         differ in any other way.
         """
-        experts = may_upcycle and args.num_experts is not None and stored.get("num_experts") is None
-        (check_upcycling if experts else check_same_model)(args, stored)
-        check_adapters(args, stored)
-        return cls(experts, adapters=vars(args).get("lora_rank") is not None and stored.get("lora_rank") is None)
+        transformer = run_config.transformer
+        experts = may_upcycle and transformer.num_moe_experts is not None and stored.get("num_experts") is None
+        if experts:
+            check_upcycling(run_config, stored)
+        else:
+            check_same_model(run_config.values, stored)
+        check_adapters(run_config.values, stored)
+        return cls(experts, adapters=transformer.lora_rank is not None and stored.get("lora_rank") is None)
 
     def check_position(self, *, restored: bool) -> None:
         """Raises ValueError if the run restores its position although its adapters are new."""
@@ -70,22 +74,23 @@ class PartialLoadPlan:
         return from_dense(wanted, checkpoint) if self.experts else (wanted, lambda: None)
 
 
-def check_upcycling(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
+def check_upcycling(run_config: RunConfig, stored: Mapping[str, Any]) -> None:
     """Raises ValueError if experts cannot be initialized from the dense layers, or if the models differ otherwise."""
-    width, dense = args.moe_ffn_hidden_size or args.ffn_hidden_size, stored["ffn_hidden_size"]
+    transformer = run_config.transformer
+    width, dense = transformer.moe_ffn_hidden_size, stored["ffn_hidden_size"]
     if width != dense:
         raise ValueError(
             f"--moe-use-upcycling: --moe-ffn-hidden-size is {width} and the dense checkpoint's --ffn-hidden-size is "
             f"{dense}: must be equal, because each expert starts as the dense layer"
         )
-    if args.moe_shared_expert_intermediate_size is not None:
+    if transformer.moe_shared_expert_intermediate_size is not None:
         raise ValueError(
             "--moe-use-upcycling: --moe-shared-expert-intermediate-size is "
-            f"{args.moe_shared_expert_intermediate_size}: must be left out, because a dense checkpoint has no "
+            f"{transformer.moe_shared_expert_intermediate_size}: must be left out, because a dense checkpoint has no "
             "shared expert"
         )
     # Compared as the dense model, which has none of the other arguments of experts and routers.
-    check_same_model(argparse.Namespace(**{**vars(args), "num_experts": None}), stored)
+    check_same_model({**run_config.values, "num_experts": None}, stored)
 
 
 def from_dense(

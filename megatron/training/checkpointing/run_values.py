@@ -165,10 +165,10 @@ def _require(holds: bool, name: str, *, value: Any, right: str) -> None:
 # Section: compare with the run, or adopt.
 
 
-def args_to_json(args: argparse.Namespace) -> dict[str, Any]:
-    """Returns all arguments as JSON values. Values of other types become strings."""
+def args_to_json(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of arguments as JSON values. Values of other types become strings."""
     # A round trip, so that values compare equal to stored ones (tuples become lists).
-    return json.loads(json.dumps(vars(args), default=str))
+    return json.loads(json.dumps(values, default=str))
 
 
 def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
@@ -186,7 +186,7 @@ def load_args_from_checkpoint(args: argparse.Namespace) -> argparse.Namespace:
         raise ValueError(f"--use-checkpoint-args: no checkpoint found in {where}")
     stored = load_run_values(found.path)["args"]
     given = _given_for_model(args)
-    here = args_to_json(argparse.Namespace(**{**vars(args), **{name: value for name, (value, _) in given.items()}}))
+    here = args_to_json({**vars(args), **{name: value for name, (value, _) in given.items()}})
     adopted = model_arguments(stored, here=here, given=given.keys())
     lines = _lines_of_adoption(here, stored, adopted, sources={name: source for name, (_, source) in given.items()})
     vars(args).update(adopted)
@@ -260,9 +260,9 @@ def _uses_sinkhorn(values: Mapping[str, Any]) -> bool:
     return "sinkhorn" in (values.get("moe_router_load_balancing_type") or ())
 
 
-def check_same_model(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
+def check_same_model(values: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
     """Raises ValueError if the checkpoint's model differs from the run's model, naming the arguments that differ."""
-    here, theirs = _model_of(args_to_json(args)), _model_of(stored)
+    here, theirs = _model_of(args_to_json(values)), _model_of(stored)
     # A width that one side derives from other arguments is compared through the tensor shapes.
     names = tuple(
         name for name in _SAME_MODEL if name != "kv_channels" or None not in (here.get(name), theirs.get(name))
@@ -281,9 +281,9 @@ def _advice(names: list[str]) -> str:
     return " and ".join(advice)
 
 
-def check_adapters(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
+def check_adapters(values: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
     """Raises ValueError if the checkpoint contains adapters that differ from the run's adapters."""
-    here = args_to_json(args)
+    here = args_to_json(values)
     if stored.get("lora_rank") is None:
         return
     names = _ADAPTERS if here.get("lora_rank") is not None else ("lora_rank",)
@@ -295,13 +295,13 @@ def check_adapters(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
         )
 
 
-def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) -> None:
+def check_same_optimizer(values: Mapping[str, Any], stored: Mapping[str, Any]) -> None:
     """Raises ValueError naming the arguments that make the checkpoint's optimizer state unusable in this run."""
     names = names_with(OnLoad.OPTIMIZER)
     if stored.get("optimizer") == "sgd" and stored.get("sgd_momentum") == 0:
         # SGD without momentum stores no state from which a run with momentum could continue.
         names = (*names, "sgd_momentum")
-    here = args_to_json(args)
+    here = args_to_json(values)
     differences = _differences(here, stored, names=names)
     if {here.get("optimizer"), stored.get("optimizer")} == _SAME_STATES:
         del differences["optimizer"]
@@ -314,14 +314,14 @@ def check_same_optimizer(args: argparse.Namespace, stored: Mapping[str, Any]) ->
 
 
 def noted_differences(
-    args: argparse.Namespace, stored: Mapping[str, Any], *, trains: bool, optimizer: bool
+    values: Mapping[str, Any], stored: Mapping[str, Any], *, trains: bool, optimizer: bool
 ) -> list[str]:
     """Describes the arguments that differ from the checkpoint's run and for which the command line decides.
 
     trains: whether the run trains; evaluation only compares the model. optimizer: whether the optimizer's state is
     loaded, which has already been compared. Includes arguments that a script added.
     """
-    here, theirs = _model_of(args_to_json(args)), _model_of(stored)
+    here, theirs = _model_of(args_to_json(values)), _model_of(stored)
     names = [name for name in names_with(OnLoad.MODEL, OnLoad.GIVEN) if name not in _SAME_MODEL]
     # A converted checkpoint stores the arguments of a model, but no run's.
     if trains and stored.get("micro_batch_size", 0) is not None:
@@ -339,13 +339,13 @@ def describe_schedule(here: Mapping[str, Any], stored: Mapping[str, Any]) -> lis
     return [f"{name} is {here[name]} here, {stored[name]} in the checkpoint" for name in names]
 
 
-def order_of_arguments(here: argparse.Namespace, stored: Mapping[str, Any]) -> DataOrder | None:
+def order_of_arguments(here: Mapping[str, Any], stored: Mapping[str, Any]) -> DataOrder | None:
     """Returns the order in which the run with the stored arguments read its data, if its checkpoint has no order.
 
     Returns None if the arguments do not determine the order, or name other data than the arguments `here`. Checkpoints
     of Megatron have the same arguments and the same order.
     """
-    if not stored.keys() >= set(_ORDER) or stored["seed"] is None or _data_of(vars(here)) != _data_of(stored):
+    if not stored.keys() >= set(_ORDER) or stored["seed"] is None or _data_of(here) != _data_of(stored):
         return None
     args = argparse.Namespace(**{"step_batch_size_schedule": None, "eval_global_batch_size": None, **stored})
     try:

@@ -3,7 +3,6 @@
 core/dist_checkpointing writes the tensors, loading.py restores them, and folder.py names and finds the folders.
 """
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -42,7 +41,7 @@ from megatron.training.checkpointing.run_state import (
 )
 from megatron.training.checkpointing.run_values import args_to_json
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.config import CheckpointConfig
+from megatron.training.config import CheckpointConfig, RunConfig
 
 # Seconds that a failing rank waits for its own write and the other ranks' parts of the same checkpoint.
 _ABANDON_SECONDS = 30.0
@@ -55,7 +54,7 @@ def save_run(
     opt_param_scheduler: CheckpointedScheduler | None,
     *,
     train_state: TrainState,
-    args: argparse.Namespace,
+    run_config: RunConfig,
     config: CheckpointConfig,
     pg_collection: ProcessGroupCollection | None = None,
 ) -> Path:
@@ -70,7 +69,7 @@ def save_run(
         optimizer=optimizer,
         opt_param_scheduler=opt_param_scheduler,
         train_state=train_state,
-        args=args,
+        run_config=run_config,
         config=config,
         pg_collection=pg_collection,
     ).finish()
@@ -85,7 +84,7 @@ def begin_save_checkpoint(
     optimizer: CheckpointedOptimizer | None,
     opt_param_scheduler: CheckpointedScheduler | None,
     train_state: TrainState,
-    args: argparse.Namespace,
+    run_config: RunConfig,
     config: CheckpointConfig,
     pg_collection: ProcessGroupCollection | None = None,
     staging: StagingMemory | None = None,
@@ -101,7 +100,12 @@ def begin_save_checkpoint(
     save: str = config.save
     run = RunState(model, optimizer, opt_param_scheduler, pg_collection or existing_process_groups())
     tensors, values = _content(run, config)
-    common = {"iteration": iteration, "train_state": train_state.state_dict(), "args": args_to_json(args), **values}
+    common = {
+        "iteration": iteration,
+        "train_state": train_state.state_dict(),
+        "args": args_to_json(run_config.values),
+        **values,
+    }
     folder = iteration_folder(save, iteration)
     with one_error_everywhere(f"cannot save checkpoint {folder}", None):
         if is_rank_0():

@@ -26,9 +26,8 @@ from megatron.training.checkpointing.partial_load import Strictness
 from megatron.training.checkpointing.run_state import CheckpointedOptimizer, CheckpointedScheduler
 from megatron.training.checkpointing.saving import save_run
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.command_line.published import get_args
-from megatron.training.config import CheckpointConfig
 
 _WHOLE_RUN = "a checkpoint holds the state of the whole run, over the groups of parallel_state"
 
@@ -88,8 +87,16 @@ def save_checkpoint(
         consumed_valid_samples=_count(args, "consumed_valid_samples"),
         num_floating_point_operations_so_far=float(num_floating_point_operations_so_far),
     )
-    config = config_from_args(CheckpointConfig, args)
-    save_run(iteration, _chunks(model), optimizer, opt_param_scheduler, train_state=state, args=args, config=config)
+    run_config = run_config_of(args)
+    save_run(
+        iteration,
+        _chunks(model),
+        optimizer,
+        opt_param_scheduler,
+        train_state=state,
+        run_config=run_config,
+        config=run_config.checkpoint,
+    )
 
 
 def load_checkpoint(
@@ -126,12 +133,13 @@ def load_checkpoint(
         rng_state_key_prefix=(rng_state_key_prefix, ""),
     )
     args = get_args()
-    config = replace(config_from_args(CheckpointConfig, args), load=vars(args)[load_arg])
+    run_config = run_config_of(args)
+    config = replace(run_config.checkpoint, load=vars(args)[load_arg])
     if not strict:
         config = replace(config, dist_ckpt_strictness=Strictness.LOG_ALL.value)
     state = TrainState()
     iteration = load_run(
-        _chunks(ddp_model), optimizer, opt_param_scheduler, train_state=state, args=args, config=config
+        _chunks(ddp_model), optimizer, opt_param_scheduler, train_state=state, run_config=run_config, config=config
     )
     args.consumed_train_samples = state.consumed_train_samples
     args.consumed_valid_samples = state.consumed_valid_samples

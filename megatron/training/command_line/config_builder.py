@@ -1,4 +1,4 @@
-"""Builds configuration objects from parsed arguments, with errors that name flags instead of fields.
+"""Builds the settings of a run from parsed arguments, with errors that name flags instead of fields.
 
 validation.py checks arguments of several configurations against each other.
 """
@@ -6,44 +6,63 @@ validation.py checks arguments of several configurations against each other.
 import argparse
 import dataclasses
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, TypeVar
 
-from megatron.core.config_field import field_problems, field_spec
+from megatron.core.config_field import field_dest, field_problems, field_spec
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.torch_fsdp2_config import TorchFullyShardedDataParallelConfig
 from megatron.core.models.gpt.gpt_config import transformer_fields
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.command_line.flags import CONFIG_CLASSES, FlagState, FlagTable, field_dest, flag_table
+from megatron.training.command_line.flags import FlagState, FlagTable, flag_table
+from megatron.training.command_line.parser import RunArguments
+from megatron.training.config import RunConfig, areas_with_flags
 
 ConfigT = TypeVar("ConfigT")
 
 
-def config_from_args(config_class: type[ConfigT], args: argparse.Namespace) -> ConfigT:
-    """Builds a configuration from the arguments named like its fields. Raises CommandLineError for invalid values.
+def run_config_of(args: argparse.Namespace | RunConfig) -> RunConfig:
+    """Returns the settings that parsed arguments describe. They are built once, and follow changes of the arguments."""
+    if isinstance(args, RunConfig):
+        return args
+    held = args.run_config if isinstance(args, RunArguments) else None
+    # A copy of the arguments is a set of settings of its own.
+    if held is None or held.values is not vars(args):
+        held = RunConfig(vars(args), build=build_config)
+    if isinstance(args, RunArguments):
+        args.run_config = held
+    return held
 
-    A field without a flag is also set from the argument of its name (such as `params_dtype`), unless it is None.
+
+def build_config(config_class: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:
+    """Builds a configuration from the values of arguments, by name. Raises CommandLineError for invalid values.
+
+    Includes the fields implied by flags of other classes, such as --swiglu. A field without a flag is set from the
+    argument of its name (such as `params_dtype`), unless it is None.
     """
     with flags_named_in_errors():
-        return config_class(**_field_values(config_class, args))
+        fields = _field_values(config_class, values)
+        if issubclass(config_class, TransformerConfig):
+            fields |= transformer_fields(values)
+        if issubclass(config_class, DistributedDataParallelConfig):
+            fields["grad_reduce_in_fp32"] = not values["grad_reduce_in_bf16"]
+            # Under fp16, the loss scaler handles overflows.
+            fields["check_for_nan_in_grad"] = values["check_for_nan_in_loss_and_grad"] and not values["fp16"]
+        return config_class(**fields)
+
+
+def config_from_args(config_class: type[ConfigT], args: argparse.Namespace) -> ConfigT:
+    """Builds a configuration from the arguments of a script; see build_config."""
+    return build_config(config_class, vars(args))
 
 
 def core_transformer_config_from_args(
     args: argparse.Namespace, config_class: type[TransformerConfig] = TransformerConfig
 ) -> TransformerConfig:
     """Builds the transformer's configuration, including fields implied by GPT flags such as --swiglu."""
-    with flags_named_in_errors():
-        # Translates --swiglu and head groups to fields of the transformer.
-        derived = transformer_fields(
-            args,
-            hidden_size=args.hidden_size,
-            ffn_hidden_size=args.ffn_hidden_size,
-            num_query_groups=args.num_query_groups,
-        )
-        return config_class(**{**_field_values(config_class, args), **derived})
+    return build_config(config_class, vars(args))
 
 
 def problems_of_call(call: Callable[[], object]) -> list[str]:
@@ -56,45 +75,39 @@ def problems_of_call(call: Callable[[], object]) -> list[str]:
     return []
 
 
-def build_configs(args: argparse.Namespace) -> dict[type, Any]:
-    """Builds one object of each configuration class. Raises CommandLineError with the error lines of all classes."""
-    builders: dict[type, Callable[[argparse.Namespace], Any]] = {TransformerConfig: core_transformer_config_from_args}
+def build_areas(args: argparse.Namespace) -> RunConfig:
+    """Builds the settings of every area. Raises CommandLineError with the error lines of all areas."""
+    run_config = run_config_of(args)
+    areas = list(areas_with_flags())
     if args.use_torch_fsdp2:
-        builders[DistributedDataParallelConfig] = partial(config_from_args, TorchFullyShardedDataParallelConfig)
-    configs: dict[type, Any] = {}
-    problems: list[str] = []
-    for config_class in CONFIG_CLASSES:
-        build = builders.get(config_class, partial(config_from_args, config_class))
-        try:
-            configs[config_class] = build(args)
-        except CommandLineError as error:
-            problems += str(error).splitlines()
+        areas[areas.index("ddp")] = "torch_fsdp2"
+    problems = [problem for area in areas for problem in problems_of_call(partial(getattr, run_config, area))]
     if problems:
         raise CommandLineError("\n".join(dict.fromkeys(problems)))
-    return configs
+    return run_config
 
 
 def invalid_values(args: argparse.Namespace) -> dict[str, str]:
     """Returns an error message, by argument name, for each value that is invalid regardless of other arguments."""
     wrong = {}
-    for config_class in CONFIG_CLASSES:
+    for config_class in areas_with_flags().values():
         dests = {field.name: field_dest(field) for field in dataclasses.fields(config_class)}
         # None means not given. check_required reports missing values.
-        values = {name: value for name, value in _field_values(config_class, args).items() if value is not None}
+        values = {name: value for name, value in _field_values(config_class, vars(args)).items() if value is not None}
         problems = field_problems(config_class, values)
         wrong.update({dests[name]: with_flag_names(message, flag_table()) for name, message in problems.items()})
     return wrong
 
 
-def _field_values(config_class: Any, args: argparse.Namespace) -> dict[str, Any]:
-    values = {}
+def _field_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:
+    found = {}
     for field in dataclasses.fields(config_class):
         spec, dest = field_spec(field), field_dest(field)
         on_command_line = spec is not None and spec.flags != ()
         # None for a field without a flag means that it was not set, so the class default applies.
-        if field.init and (on_command_line or vars(args).get(dest) is not None):
-            values[field.name] = vars(args)[dest]
-    return values
+        if field.init and (on_command_line or values.get(dest) is not None):
+            found[field.name] = values[dest]
+    return found
 
 
 @contextmanager

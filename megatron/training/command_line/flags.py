@@ -15,29 +15,7 @@ from typing import Any
 
 from megatron.core.absent_features import AbsentFlag, absent_features
 from megatron.core.config_field import FieldSpec, field_spec, type_hints
-from megatron.core.datasets.data_config import DataConfig
-from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.torch_fsdp2_config import FullyShardConfig
-from megatron.core.models.gpt.gpt_config import GPTModelConfig
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
-from megatron.core.optimizer_param_scheduler import OptimizerParamSchedulerConfig
-from megatron.core.tokenizers.build import TokenizerConfig
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.config import (
-    BatchScheduleConfig,
-    CheckpointConfig,
-    CommandLineConfig,
-    DistributedConfig,
-    DryRunConfig,
-    FaultConfig,
-    GarbageCollectionConfig,
-    GradientReductionConfig,
-    LoggingConfig,
-    ProfilingConfig,
-    ShardedParametersConfig,
-    TrainingConfig,
-    VirtualStagesConfig,
-)
+from megatron.training.config import areas_with_flags
 
 
 class FlagState(enum.Enum):
@@ -146,12 +124,6 @@ def flags_of_class(config_class: type) -> list[Flag]:
     return [flag for _, flag in sorted(flags, key=lambda pair: pair[0])]
 
 
-def field_dest(field: "dataclasses.Field[Any]") -> str:
-    """Returns the argument name under which a field's value is stored."""
-    spec = field_spec(field)
-    return spec.dest if spec is not None and spec.dest is not None else field.name
-
-
 def _defining_class(config_class: type, name: str) -> type:
     # Inherited fields keep the group of the class that declares them, so that MoE flags stay in the MoE group.
     return next(base for base in config_class.__mro__ if name in inspect.get_annotations(base))
@@ -248,36 +220,10 @@ def _flag_of_absent(row: AbsentFlag) -> Flag:
     )
 
 
-# Groups of --help appear in this order.
-CONFIG_CLASSES: tuple[type, ...] = (
-    CommandLineConfig,
-    TrainingConfig,
-    BatchScheduleConfig,
-    DataConfig,
-    TokenizerConfig,
-    TransformerConfig,
-    GPTModelConfig,
-    VirtualStagesConfig,
-    OptimizerConfig,
-    OptimizerParamSchedulerConfig,
-    CheckpointConfig,
-    LoggingConfig,
-    ProfilingConfig,
-    GarbageCollectionConfig,
-    FaultConfig,
-    DistributedConfig,
-    DistributedDataParallelConfig,
-    GradientReductionConfig,
-    ShardedParametersConfig,
-    FullyShardConfig,
-    DryRunConfig,
-)
-
-
 @functools.cache
 def flag_table() -> FlagTable:
     """Returns the table of all flags, built once per process."""
-    return build_flag_table(CONFIG_CLASSES, absent_features().flags)
+    return build_flag_table(areas_with_flags().values(), absent_features().flags)
 
 
 def refusal(flag: Flag) -> str:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
 from megatron.training.command_line.flags import Flag, FlagState, FlagTable, flag_table, refusal
 from megatron.training.command_line.values import choice_names, text_of_value, value_of_word
+from megatron.training.config import RunConfig
 from megatron.version_flag import PrintVersions
 
 _METAVARS = {"int": "N", "float": "X", "str": "TEXT"}
@@ -55,13 +56,21 @@ class RunArguments(argparse.Namespace):
     """Parsed arguments. Reading the argument of a rejected flag returns its default; `vars` does not contain it.
 
     Scripts written for Megatron-LM read such arguments to pass them on or to select a code path. given: sources of the
-    arguments that are not defaults, by name; see given_arguments.
+    arguments that are not defaults, by name; see given_arguments. run_config: the settings built from the arguments;
+    see run_config_of.
     """
 
-    # A slot, because `vars` contains only arguments.
-    __slots__ = ("given",)
+    # Slots, because `vars` contains only arguments.
+    __slots__ = ("given", "run_config")
 
     given: Mapping[str, str]
+    run_config: RunConfig | None
+
+    def __init__(self, run_config: RunConfig | None = None) -> None:
+        super().__init__()
+        self.run_config = run_config
+        if run_config is not None:
+            self.__dict__ = run_config.values
 
     def __getattr__(self, name: str) -> Any:
         """Returns the default of a rejected flag. Python calls this only for absent attributes."""

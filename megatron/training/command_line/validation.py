@@ -16,21 +16,18 @@ from typing import Any
 
 import torch
 
-from megatron.core.datasets.data_config import DataConfig
 from megatron.core.device import without_memory
 from megatron.core.model_parallel_config import check_multiple
-from megatron.core.num_microbatches_calculator import NumMicroBatches, build_batch_schedule
+from megatron.core.num_microbatches_calculator import NumMicroBatches
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.parallel_state import DEFAULT_ORDER, rank_grids
-from megatron.core.tokenizers import TokenizerConfig
 from megatron.core.transformer.moe.dispatch_flex import require_flex_backend
 from megatron.core.transformer.moe_config import MoEConfig, validate_moe_layer_freq
 from megatron.core.transformer.offload_config import recomputed_parts
 from megatron.core.transformer.pipeline_split import num_parts_in_layout
-from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.command_line.checkpoint_rules import changes_results
 from megatron.training.command_line.config_builder import (
-    build_configs,
+    build_areas,
     config_from_args,
     flags_named_in_errors,
     invalid_values,
@@ -40,6 +37,7 @@ from megatron.training.command_line.conflicts import check_faults, check_fully_s
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
 from megatron.training.command_line.flags import flag_table, flags_of_class
 from megatron.training.command_line.parser import CHECKPOINT, COMMAND_LINE, given_arguments
+from megatron.training.config import BatchScheduleConfig, RunConfig
 
 _MOST_PLANNED_RANKS = 1 << 18
 
@@ -59,23 +57,23 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     found = _derive_and_check(args)
     # Configurations are built last, because they depend on the derived values.
     try:
-        configs = build_configs(args)
-        check_flex_backend(args, configs[TransformerConfig])
+        run_config = build_areas(args)
+        check_flex_backend(run_config)
     except CommandLineError as error:
         found += str(error).splitlines()
     problems += [problem for problem in found if not _names_any(replaced, problem)]
     if problems:
         raise CommandLineError("\n".join(dict.fromkeys(problems)))
-    for config_class, names in _DERIVED_BY_CONFIGS.items():
-        vars(args).update({name: vars(configs[config_class])[name] for name in names})
+    for area, names in _DERIVED.items():
+        run_config.show(area, *names)
     return args
 
 
 # Fields that their classes derive, and that scripts of Megatron-LM read from the arguments.
-_DERIVED_BY_CONFIGS: dict[type, tuple[str, ...]] = {
-    DataConfig: ("dataloader_type", "create_attention_mask_in_dataloader"),
-    TokenizerConfig: ("tokenizer_type",),
-    TransformerConfig: ("kv_channels", "ffn_hidden_size"),
+_DERIVED = {
+    "data": ("dataloader_type", "create_attention_mask_in_dataloader"),
+    "tokenizer": ("tokenizer_type",),
+    "transformer": ("kv_channels", "ffn_hidden_size"),
 }
 
 
@@ -282,7 +280,7 @@ def check_batches(args: argparse.Namespace) -> list[str]:
     def derive() -> None:
         if args.global_batch_size is None and args.step_batch_size_schedule is None:
             args.global_batch_size = args.micro_batch_size * args.data_parallel_size
-        args.global_batch_size = batch_sizes(args).schedule.final_size
+        args.global_batch_size = _batch_sizes(args).schedule.final_size
 
     return problems_of_call(derive) or [*_check_evaluation_batch(args)]
 
@@ -296,24 +294,19 @@ def _check_evaluation_batch(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
-def batch_sizes(args: argparse.Namespace) -> NumMicroBatches:
-    """Builds the batch-size schedule of a run. Raises CommandLineError for invalid batch sizes."""
-    with flags_named_in_errors():
-        schedule = build_batch_schedule(
-            args.global_batch_size,
-            rampup_batch_size=args.rampup_batch_size,
-            step_batch_size_schedule=args.step_batch_size_schedule,
-            seq_length=args.seq_length,
-        )
-        return NumMicroBatches(
-            schedule, args.micro_batch_size, args.data_parallel_size, args.decrease_batch_size_if_needed
-        )
+def _batch_sizes(args: argparse.Namespace) -> NumMicroBatches:
+    return config_from_args(BatchScheduleConfig, args).batch_sizes(
+        global_batch_size=args.global_batch_size,
+        micro_batch_size=args.micro_batch_size,
+        data_parallel_size=args.data_parallel_size,
+        seq_length=args.seq_length,
+    )
 
 
 def derive_length(args: argparse.Namespace) -> Iterator[str]:
     """Sets --train-iters from --train-samples, and yields errors for schedules in a different unit than the length."""
     if args.train_samples is not None:
-        iterations = batch_sizes(args).running.iterations_within(args.train_samples)
+        iterations = _batch_sizes(args).running.iterations_within(args.train_samples)
         # Both are set and consistent if the same arguments were validated before.
         if args.train_iters not in (None, iterations):
             yield (
@@ -553,13 +546,13 @@ def check_experts(args: argparse.Namespace) -> Iterator[str]:
         yield "--moe-use-upcycling needs --num-experts: add it, or drop --moe-use-upcycling"
 
 
-def check_flex_backend(args: argparse.Namespace, config: TransformerConfig) -> None:
+def check_flex_backend(run_config: RunConfig) -> None:
     """Raises CommandLineError if the token dispatcher's backend is unavailable.
 
     Checked on all ranks, because ranks without experts would otherwise wait forever for ranks that fail.
     """
-    with flags_named_in_errors(), without_memory() if args.dry_run else nullcontext():
-        require_flex_backend(config)
+    with flags_named_in_errors(), without_memory() if run_config.dry_run.dry_run else nullcontext():
+        require_flex_backend(run_config.transformer)
 
 
 # Section: schedules, logs and checkpoints.

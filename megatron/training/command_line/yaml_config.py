@@ -4,8 +4,7 @@ Keys are the names of flags in the parsed arguments, either at the top level or 
 contain names, lists, numbers and words. Other YAML features are rejected, and the size of files is limited.
 """
 
-import argparse
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -221,32 +220,32 @@ def _flag_of_key(name: str, table: FlagTable, *, aliases: dict[str, Flag], path:
     return flag
 
 
-def config_text(args: argparse.Namespace, *, table: FlagTable, script_dests: Set[str]) -> str:
+def config_text(values: Mapping[str, Any], *, table: FlagTable, script_dests: Set[str]) -> str:
     """Formats the arguments as a YAML file from which `--config` restores the same arguments."""
     groups: dict[str, dict[str, Any]] = {}
-    for flag in shown_flags(args, table):
+    for flag in shown_flags(values, table):
         if flag.dest not in script_dests:
-            groups.setdefault(flag.group, {})[flag.dest] = yaml_of_value(vars(args)[flag.dest])
-    flat = {dest: yaml_of_value(vars(args)[dest]) for dest in sorted(script_dests)}
+            groups.setdefault(flag.group, {})[flag.dest] = yaml_of_value(values[flag.dest])
+    flat = {dest: yaml_of_value(values[dest]) for dest in sorted(script_dests)}
     return yaml.dump({**flat, **groups}, Dumper=_InlineListDumper, sort_keys=False, width=110)
 
 
-def shown_flags(args: argparse.Namespace, table: FlagTable) -> list[Flag]:
+def shown_flags(values: Mapping[str, Any], table: FlagTable) -> list[Flag]:
     """Returns the flags of which a configuration consists: working flags, and others with non-default values."""
     flags = [flag for flag in table.flags if flag.state is not FlagState.REFUSED and flag.dest not in NOT_IN_FILES]
-    return [flag for flag in flags if flag.state is FlagState.WORKS or vars(args)[flag.dest] != flag.default]
+    return [flag for flag in flags if flag.state is FlagState.WORKS or values[flag.dest] != flag.default]
 
 
 # Arguments that hold the progress of a run or the rank of a process are not settings.
 _NOT_SETTINGS = ("rank", "local_rank", "iteration", "consumed_train_samples", "consumed_valid_samples")
 
 
-def config_values(args: argparse.Namespace) -> dict[str, Any]:
+def config_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings of a run as JSON values, by argument name: settings of --print-config and of scripts."""
     table = flag_table()
-    known = {flag.dest: yaml_of_value(vars(args)[flag.dest]) for flag in shown_flags(args, table)}
+    known = {flag.dest: yaml_of_value(values[flag.dest]) for flag in shown_flags(values, table)}
     # Arguments that a script added, and derived ones such as the padded vocabulary.
     silent = {*table.by_dest, *_NOT_SETTINGS}
     plain = (bool, int, float, str, type(None))
-    others = {name: value for name, value in vars(args).items() if name not in silent and isinstance(value, plain)}
+    others = {name: value for name, value in values.items() if name not in silent and isinstance(value, plain)}
     return {**known, **others}

@@ -15,6 +15,9 @@ from megatron.core.dist_checkpointing import model_logical_pieces
 from megatron.core.group_collectives import gather_objects
 from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.mtp_config import with_mtp_layers
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.training.command_line.config_builder import run_config_of
+from megatron.training.config import RunConfig
 
 # A multiply-add is two operations. Backward computes one GEMM for the input, and one for weights that are not frozen.
 _FLOPS_PER_MULTIPLY_ADD = 2
@@ -22,7 +25,7 @@ _PASSES, _PASSES_OF_FROZEN = 3, 2
 
 
 def num_floating_point_operations(
-    args: argparse.Namespace,
+    args: argparse.Namespace | RunConfig,
     batch_size: int,
     seqlen_squared_sum_in_batch: float | None = None,
     total_real_tokens_in_batch: float | None = None,
@@ -35,87 +38,107 @@ def num_floating_point_operations(
     of attention scores is proportional. total_real_tokens_in_batch: number of tokens without padding. None for either
     means whole samples of --seq-length.
     """
-    has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
-    has_experts = with_mtp_layers(has_experts, args.mtp_num_layers)
-    num_layers, moe_layers = len(has_experts), sum(has_experts)
-    products = num_layers * _attention_products(args)
-    scores = num_layers * _score_products(args)
-    products += (num_layers - moe_layers) * _mlp_products(args, args.ffn_hidden_size)
-    if moe_layers:
-        products += moe_layers * _moe_products(args)
-    further = num_layers - args.num_layers
-    products += (1 + further) * args.hidden_size * args.padded_vocab_size
-    # Multi-token prediction projects concatenated hidden states and embeddings.
-    products += further * 2 * args.hidden_size * args.hidden_size
-    passes = _PASSES if args.lora_rank is None else _PASSES_OF_FROZEN
-    tokens: float = batch_size * args.seq_length
+    run_config = run_config_of(args)
+    seq_length = run_config.data.seq_length
+    tokens: float = batch_size * seq_length
     # The score operations are counted per token of a sample of seq_length.
-    scored = tokens if seqlen_squared_sum_in_batch is None else seqlen_squared_sum_in_batch / args.seq_length
-    if total_real_tokens_in_batch is not None:
-        tokens = total_real_tokens_in_batch
+    scored = tokens if seqlen_squared_sum_in_batch is None else seqlen_squared_sum_in_batch / seq_length
+    return model_operations(
+        run_config.transformer,
+        vocab_size=run_config.gpt.padded_vocab_size,
+        seq_length=seq_length,
+        tokens=tokens if total_real_tokens_in_batch is None else total_real_tokens_in_batch,
+        scored=scored,
+    )
+
+
+def model_operations(
+    config: TransformerConfig, *, vocab_size: int, seq_length: int, tokens: float, scored: float
+) -> float:
+    """Returns the operations of forward and backward over a number of tokens; see num_floating_point_operations.
+
+    scored: the number of tokens in samples of seq_length whose attention scores have the same cost.
+    """
+    has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
+    has_experts = with_mtp_layers(has_experts, config.mtp_num_layers)
+    num_layers, moe_layers = len(has_experts), sum(has_experts)
+    products = num_layers * _attention_products(config)
+    scores = num_layers * _score_products(config, seq_length)
+    products += (num_layers - moe_layers) * _mlp_products(config, config.ffn_hidden_size)
+    if moe_layers:
+        products += moe_layers * _moe_products(config)
+    further = num_layers - config.num_layers
+    products += (1 + further) * config.hidden_size * vocab_size
+    # Multi-token prediction projects concatenated hidden states and embeddings.
+    products += further * 2 * config.hidden_size * config.hidden_size
+    passes = _PASSES if config.lora_rank is None else _PASSES_OF_FROZEN
     return float(_FLOPS_PER_MULTIPLY_ADD * (tokens * passes * products + scored * _PASSES * scores))
 
 
-def num_operations_of_samples(args: argparse.Namespace, num_samples: int, padding: PaddingCount) -> float:
+def num_operations_of_samples(run_config: RunConfig, num_samples: int, padding: PaddingCount) -> float:
     """Returns the operations of forward and backward over samples of --seq-length, without those for padding tokens."""
-    length = args.seq_length
+    length = run_config.data.seq_length
     return num_floating_point_operations(
-        args,
+        run_config,
         num_samples,
         seqlen_squared_sum_in_batch=num_samples * length * length - padding.squares,
         total_real_tokens_in_batch=num_samples * length - padding.tokens,
     )
 
 
-def _score_products(args: argparse.Namespace) -> int:
+def _score_products(config: TransformerConfig, seq_length: int) -> int:
     """Returns a layer's forward multiply-adds per token for attention scores and values, half of them masked."""
-    if args.multi_latent_attention:
+    if config.multi_latent_attention:
         # Keys and values have different widths.
-        widths = args.qk_head_dim + args.qk_pos_emb_head_dim + args.v_head_dim
-        return int(args.num_attention_heads * widths * args.seq_length / 2)
-    return int(args.kv_channels * args.num_attention_heads * args.seq_length)
+        widths = config.qk_head_dim + config.qk_pos_emb_head_dim + config.v_head_dim
+        return int(config.num_attention_heads * widths * seq_length / 2)
+    return config.kv_channels * config.num_attention_heads * seq_length
 
 
-def _attention_products(args: argparse.Namespace) -> int:
+def _attention_products(config: TransformerConfig) -> int:
     """Returns a layer's forward multiply-adds per token for the attention projections."""
-    if args.multi_latent_attention:
-        return _latent_attention_products(args)
-    query = args.kv_channels * args.num_attention_heads
-    groups = args.num_query_groups if args.group_query_attention else args.num_attention_heads
+    if config.multi_latent_attention:
+        return _latent_attention_products(config)
+    query = config.kv_channels * config.num_attention_heads
     # Queries, the output's gate if there is one, and the output.
-    wide = 3 if args.attention_output_gate else 2
-    return int(args.hidden_size * (wide * query + 2 * args.kv_channels * groups))
+    wide = 3 if config.attention_output_gate else 2
+    return config.hidden_size * (wide * query + 2 * config.kv_channels * config.num_query_groups)
 
 
-def _latent_attention_products(args: argparse.Namespace) -> int:
-    hidden, heads, value = args.hidden_size, args.num_attention_heads, args.v_head_dim * args.num_attention_heads
-    query = heads * (args.qk_head_dim + args.qk_pos_emb_head_dim)
-    rank, latent = args.q_lora_rank, args.kv_lora_rank
+def _latent_attention_products(config: TransformerConfig) -> int:
+    hidden, heads, value = (
+        config.hidden_size,
+        config.num_attention_heads,
+        config.v_head_dim * config.num_attention_heads,
+    )
+    query = heads * (config.qk_head_dim + config.qk_pos_emb_head_dim)
+    rank, latent = config.q_lora_rank, config.kv_lora_rank
     queries = hidden * query if rank is None else rank * (hidden + query)
-    keys = hidden * (latent + args.qk_pos_emb_head_dim) + latent * (heads * args.qk_head_dim + value)
-    return int(queries + keys + value * hidden)
+    keys = hidden * (latent + config.qk_pos_emb_head_dim) + latent * (heads * config.qk_head_dim + value)
+    return queries + keys + value * hidden
 
 
-def _mlp_products(args: argparse.Namespace, width: int) -> int:
-    return int((3 if args.swiglu or args.quick_geglu else 2) * args.hidden_size * width)
+def _mlp_products(config: TransformerConfig, width: int) -> int:
+    return (3 if config.gated_linear_unit else 2) * config.hidden_size * width
 
 
-def _moe_products(args: argparse.Namespace) -> int:
-    routed = args.moe_router_topk * _mlp_products(args, args.moe_ffn_hidden_size or args.ffn_hidden_size)
-    shared = _mlp_products(args, args.moe_shared_expert_intermediate_size or 0)
-    scores = args.hidden_size * (args.num_experts + args.moe_shared_expert_gate)
-    return int(scores + routed + shared)
+def _moe_products(config: TransformerConfig) -> int:
+    assert config.num_moe_experts is not None, "the model has layers with experts"
+    routed = config.moe_router_topk * _mlp_products(config, config.moe_ffn_hidden_size)
+    shared = _mlp_products(config, config.moe_shared_expert_intermediate_size or 0)
+    scores = config.hidden_size * (config.num_moe_experts + config.moe_shared_expert_gate)
+    return scores + routed + shared
 
 
 def count_parameters(
-    model: Sequence[nn.Module], args: argparse.Namespace, *, mp_group: dist.ProcessGroup | None = None
+    model: Sequence[nn.Module], config: TransformerConfig, *, mp_group: dist.ProcessGroup | None = None
 ) -> tuple[int, int]:
     """Returns the number of parameters, and the number that is active per token (top-k routed experts). Collective.
 
     model: this rank's chunks. mp_group: the ranks that hold the other parts. Vocabulary padding is not counted.
     """
     everyone = gather_objects(parameters_by_key(model), mp_group)
-    return count_of({key: size for part in everyone for key, size in part.items()}, args)
+    return count_of({key: size for part in everyone for key, size in part.items()}, config)
 
 
 def parameters_by_key(model: Sequence[nn.Module]) -> dict[str, int]:
@@ -129,12 +152,12 @@ def parameters_by_key(model: Sequence[nn.Module]) -> dict[str, int]:
     }
 
 
-def count_of(sizes: Mapping[str, int], args: argparse.Namespace) -> tuple[int, int]:
+def count_of(sizes: Mapping[str, int], config: TransformerConfig) -> tuple[int, int]:
     """Returns the number of parameters, and the number that is active per token.
 
     sizes: result of parameters_by_key for the whole model.
     """
     routed = sum(size for key, size in sizes.items() if ".mlp.experts." in key)
-    total = sum(sizes.values())
-    idle = routed * (args.num_experts - args.moe_router_topk) // args.num_experts if args.num_experts else 0
+    total, num_experts = sum(sizes.values()), config.num_moe_experts
+    idle = routed * (num_experts - config.moe_router_topk) // num_experts if num_experts else 0
     return total, total - idle

@@ -7,10 +7,12 @@ from megatron.training.config.checkpoint import CONTINUE_RUN, CheckpointConfig
 from megatron.training.config.distributed import (
     DistributedConfig,
     GradientReductionConfig,
+    LaunchConfig,
     ShardedParametersConfig,
     VirtualStagesConfig,
 )
 from megatron.training.config.logging import GarbageCollectionConfig, LoggingConfig, ProfilingConfig
+from megatron.training.config.run_config import RunConfig, areas_with_flags
 from megatron.training.config.training import (
     BatchScheduleConfig,
     CommandLineConfig,
@@ -30,10 +32,13 @@ __all__ = [
     "FaultConfig",
     "GarbageCollectionConfig",
     "GradientReductionConfig",
+    "LaunchConfig",
     "LoggingConfig",
     "ProfilingConfig",
+    "RunConfig",
     "ShardedParametersConfig",
     "TrainingConfig",
     "VirtualStagesConfig",
+    "areas_with_flags",
     "planned_samples",
 ]

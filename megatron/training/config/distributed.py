@@ -98,3 +98,13 @@ class GradientReductionConfig:
             raise ValueError(
                 "--grad-reduce-in-bf16 and --accumulate-allreduce-grads-in-fp32 are both given: choose one type"
             )
+
+
+@dataclass(kw_only=True)
+class LaunchConfig:
+    """Number of ranks of the run, and this process among them. The launcher sets them, and there are no flags."""
+
+    world_size: int = 1
+    rank: int = 0
+    local_rank: int = 0
+    data_parallel_size: int = 1

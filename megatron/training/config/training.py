@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from megatron.core.config_field import config_field, validate_fields
-from megatron.core.num_microbatches_calculator import BatchSchedule
+from megatron.core.num_microbatches_calculator import BatchSchedule, NumMicroBatches, build_batch_schedule
 
 
 @dataclass(kw_only=True)
@@ -68,7 +68,9 @@ class TrainingConfig:
 
     cli_group: ClassVar[str] = "training"
 
-    micro_batch_size: int | None = config_field(None, help="Samples per forward pass of one model replica.", at_least=1)
+    micro_batch_size: int = config_field(
+        None, filled_in=True, help="Samples per forward pass of one model replica.", at_least=1
+    )
     global_batch_size: int | None = config_field(
         None, help="Samples per training step over all ranks; unset: micro-batch size x data-parallel size.", at_least=1
     )
@@ -146,6 +148,18 @@ class BatchScheduleConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
+
+    def batch_sizes(
+        self, *, global_batch_size: int | None, micro_batch_size: int, data_parallel_size: int, seq_length: int
+    ) -> NumMicroBatches:
+        """Returns the batch sizes of a run. Raises ValueError if they do not divide into microbatches."""
+        schedule = build_batch_schedule(
+            global_batch_size,
+            rampup_batch_size=self.rampup_batch_size,
+            step_batch_size_schedule=self.step_batch_size_schedule,
+            seq_length=seq_length,
+        )
+        return NumMicroBatches(schedule, micro_batch_size, data_parallel_size, self.decrease_batch_size_if_needed)
 
 
 @dataclass(kw_only=True)

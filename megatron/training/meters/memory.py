@@ -3,7 +3,6 @@
 planner/plan.py predicts the same kinds of memory before a run starts.
 """
 
-import argparse
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,14 +15,14 @@ from torch.distributed.tensor import DTensor
 from megatron.core.device import default_device, device_name, memory_bytes, peak_memory_bytes, total_memory_bytes
 from megatron.core.device.torch_internals import storage_id
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
-from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.state_memory import StateBytes, state_bytes_of
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
 from megatron.training.callbacks import StepReport
-from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.config import RunConfig
 from megatron.training.step.expert_memory import ExpertMemory
 
 
@@ -80,7 +79,7 @@ class PersistentFit:
     line: str
 
 
-def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> PersistentFit:
+def persistent_fit(model: Sequence[nn.Module], run_config: RunConfig) -> PersistentFit:
     """Compares the bytes of weights, gradients and optimizer states with the memory of the device. Collective.
 
     Called before the optimizer is built, because its allocation may fail. The optimizer's states are estimated. The
@@ -89,8 +88,8 @@ def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> Pers
     device = default_device()
     needed = bytes_of(parameter_tensors(model)) + bytes_of(gradient_tensors(model))
     chunks = [chunk for chunk in model if isinstance(chunk, _BaseDataParallel)]
-    if not args.skip_train:
-        config = config_from_args(OptimizerConfig, args)
+    if not run_config.training.skip_train:
+        config = run_config.optimizer
         states = state_bytes_of(chunks, config)
         needed += int((states.masters + states.moments) * (1 - config.host_fraction))
     most = torch.tensor([needed], dtype=torch.int64, device=device)
@@ -99,8 +98,8 @@ def persistent_fit(model: Sequence[nn.Module], args: argparse.Namespace) -> Pers
     if device.type != "cuda":
         memory //= int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     name = device_name(device) if device.type == "cuda" else "this machine"
-    what = "weights" if args.skip_train else "weights, gradients and optimizer states"
-    more = f"--dry-run --world-size {args.world_size}"
+    what = "weights" if run_config.training.skip_train else "weights, gradients and optimizer states"
+    more = f"--dry-run --world-size {run_config.launch.world_size}"
     found = f"{fit_in_words(name, needed, memory)} for {what}"
     if needed > memory:
         return PersistentFit(False, f"{found}; run with {more} to find flags that fit")

@@ -3,7 +3,6 @@
 Meters run on every rank after each step and may be collective. Callbacks print and write the reports.
 """
 
-import argparse
 import math
 import statistics
 from collections.abc import Sequence
@@ -23,7 +22,7 @@ from megatron.core.timers import Timers, format_times
 from megatron.training.callbacks import RankTimes, StepReport
 from megatron.training.compute.devices import peak_bf16_tflops
 from megatron.training.compute.flops import num_operations_of_samples
-from megatron.training.config import LoggingConfig
+from megatron.training.config import LoggingConfig, RunConfig
 from megatron.training.meters.memory import HeldMemoryMeter, MemoryMeter
 from megatron.training.meters.overlap import OverlapMeter
 from megatron.training.meters.routing import RoutingMeter
@@ -55,7 +54,7 @@ class Meter(Protocol):
 
 def build_meters(
     logging: LoggingConfig,
-    args: argparse.Namespace,
+    run_config: RunConfig,
     *,
     model: Sequence[nn.Module],
     optimizer: MegatronOptimizer | None,
@@ -83,17 +82,17 @@ def build_meters(
             )
         )
     if logging.log_throughput:
-        meters.append(ThroughputMeter(args, device_name(device), world_size=dist.get_world_size()))
+        meters.append(ThroughputMeter(run_config, device_name(device), world_size=dist.get_world_size()))
     if logging.log_params_norm and optimizer is not None:
         meters.append(ParamsNormMeter(optimizer, model))
     if logging.timing_log_level > 0:
-        watch = StragglerWatch() if args.log_straggler else None
+        watch = StragglerWatch() if run_config.faults.log_straggler else None
         meters.append(TimerMeter(timers, logging.log_interval, watch=watch))
         meters.append(OverlapMeter(model, logging.log_interval, device=device))
     if expert_memory is not None and optimizer is not None:
-        meters.append(StashMeter(expert_memory, args, device=device, has_notes=not logging.is_compact))
+        meters.append(StashMeter(expert_memory, run_config, device=device, has_notes=not logging.is_compact))
     if logging.record_routing is not None and optimizer is not None:
-        samples = args.micro_batch_size * args.data_parallel_size
+        samples = run_config.training.micro_batch_size * run_config.launch.data_parallel_size
         meters.append(RoutingMeter(model, groups, samples_of_microbatch=samples))
     return meters
 
@@ -101,13 +100,13 @@ def build_meters(
 class ThroughputMeter:
     """Measures operations per second of one device, and their share of its peak (MFU) if the peak is known."""
 
-    def __init__(self, args: argparse.Namespace, name: str, *, world_size: int) -> None:
-        self._args, self._world_size = args, world_size
+    def __init__(self, run_config: RunConfig, name: str, *, world_size: int) -> None:
+        self._run_config, self._world_size = run_config, world_size
         self._peak = peak_bf16_tflops(name)
 
     def measure(self, report: StepReport) -> StepReport:
         """Sets tflops and mfu."""
-        operations = num_operations_of_samples(self._args, report.global_batch_size, report.padding)
+        operations = num_operations_of_samples(self._run_config, report.global_batch_size, report.padding)
         tflops = operations / 1e12 / self._world_size / report.seconds
         return replace(report, tflops=tflops, mfu=None if self._peak is None else tflops / self._peak)
 

@@ -3,7 +3,6 @@
 step/expert_memory.py provides the measurements of each step on a rank.
 """
 
-import argparse
 from collections import Counter as Multiset
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +17,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import pages_for
 from megatron.core.transformer.moe.paged_stash.sizing import rounded_up
 from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, layer_of
 from megatron.training.callbacks import PoolReport, StashReport, StepReport
+from megatron.training.config import RunConfig
 from megatron.training.step.expert_memory import StepFigures, rows_by_group
 
 # Number of steps at the start of a run without advice, because routers change most in these steps.
@@ -189,10 +189,10 @@ class StashMeter:
     """Accumulates the measurements of each step, and gathers them from all ranks at log lines and the last step."""
 
     def __init__(
-        self, memory: KnowsLastStep, args: argparse.Namespace, *, device: torch.device, has_notes: bool = True
+        self, memory: KnowsLastStep, run_config: RunConfig, *, device: torch.device, has_notes: bool = True
     ) -> None:
         """Prepares an empty interval. has_notes: whether advice is added to the report."""
-        self._memory, self._args, self._device = memory, args, device
+        self._memory, self._run_config, self._device = memory, run_config, device
         self._since = _Interval()
         # Plan of the last logged timeline: the ranks' pools, and the fullness of the fullest pool.
         self._shown: tuple[list[_Pool], float] = [], 0.0
@@ -204,7 +204,7 @@ class StashMeter:
         assert step is not None, "a step has ended"
         self._since.add(step)
         # The last step of a run counts as a log line, so that the factors of every step are logged.
-        if report.iteration % self._args.log_interval and not report.is_last:
+        if report.iteration % self._run_config.logging.log_interval and not report.is_last:
             return report
         since, self._since = self._since, _Interval()
         stash = self._gather_sync(since)
@@ -212,13 +212,13 @@ class StashMeter:
         notes = report.notes
         if is_typical and self._may_advise and stash.pool is not None and _recomputes_often(stash):
             self._may_advise = False
-            in_bytes = self._args.moe_paged_stash_buffer_bytes is not None
+            in_bytes = self._run_config.transformer.moe_paged_stash_buffer_bytes is not None
             notes = (*notes, advice_line(stash.pool, steps=stash.steps, in_bytes=in_bytes))
         return replace(report, stash=stash, notes=notes)
 
     def _gather_sync(self, since: _Interval) -> StashReport:
         """Gathers the interval's measurements from all ranks. Collective. NOTE: reads the device once per interval."""
-        num_layers = self._args.num_layers + (self._args.mtp_num_layers or 0)
+        num_layers = self._run_config.transformer.num_layers + (self._run_config.transformer.mtp_num_layers or 0)
         own = torch.tensor([since.numbers(num_layers)], dtype=torch.float64, device=self._device)
         group = dist.group.WORLD if dist.is_initialized() else None
         ranks = [_Rank.of(row, num_layers) for row in all_gather_rows(own, group).wait().tolist()]

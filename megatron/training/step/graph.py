@@ -4,7 +4,6 @@ graphs/capture.py defines participants. full_cuda_graph.py captures whole passes
 of layers.
 """
 
-import argparse
 import gc
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,14 +23,14 @@ from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.timers import Timers
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.moe.paged_stash import PagedStash
-from megatron.training.command_line.conflicts import graph_modules
 from megatron.training.command_line.errors import CommandLineError
+from megatron.training.config import RunConfig
 from megatron.training.step.expert_memory import ExpertMemory
 from megatron.training.step.update import DeferredFinalizer, GraphedUpdate, StepUpdate
 
 
 def build_step_graph(
-    args: argparse.Namespace,
+    run_config: RunConfig,
     model: Sequence[nn.Module],
     *,
     device: GraphDevice | None,
@@ -47,11 +46,11 @@ def build_step_graph(
     if device is None:
         return None
     graph: FullCudaGraphWrapper | CudaGraphManager
-    if args.cuda_graph_impl == "local":
-        graph = _graphed_parts(args, model, device=device, memory=memory)
+    if run_config.transformer.cuda_graph_impl == "local":
+        graph = _graphed_parts(run_config, model, device=device, memory=memory)
     else:
         graph = _graphed_passes(
-            args, model, device=device, finalize=finalize, update=update, timers=timers, memory=memory
+            run_config, model, device=device, finalize=finalize, update=update, timers=timers, memory=memory
         )
     if memory is not None:
         memory.release_graphs = partial(_release, graph)
@@ -66,7 +65,7 @@ def _release(graph: FullCudaGraphWrapper | CudaGraphManager) -> None:
 
 
 def _graphed_passes(
-    args: argparse.Namespace,
+    run_config: RunConfig,
     model: Sequence[nn.Module],
     *,
     device: GraphDevice,
@@ -86,7 +85,7 @@ def _graphed_passes(
         participants.append(GraphedExperts(memory))
     return FullCudaGraphWrapper(
         get_forward_backward_func(),
-        args.cuda_graph_warmup_steps,
+        run_config.transformer.cuda_graph_warmup_steps,
         device=device,
         participants=participants,
         follow_up=follow_up,
@@ -94,11 +93,11 @@ def _graphed_passes(
 
 
 def _graphed_parts(
-    args: argparse.Namespace, model: Sequence[nn.Module], *, device: GraphDevice, memory: ExpertMemory | None
+    run_config: RunConfig, model: Sequence[nn.Module], *, device: GraphDevice, memory: ExpertMemory | None
 ) -> CudaGraphManager:
     manager = CudaGraphManager(
         get_forward_backward_func(),
-        args.cuda_graph_warmup_steps,
+        run_config.transformer.cuda_graph_warmup_steps,
         device=device,
         fingerprint=lambda: None if memory is None else memory.epoch,
     )
@@ -106,12 +105,12 @@ def _graphed_parts(
         wait = None
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             wait = partial(chunk.wait_params, prefetch=True)
-        manager.graph_layers(chunk, modules=graph_modules(args), wait_for_params=wait)
+        manager.graph_layers(chunk, modules=run_config.transformer.graphed_modules, wait_for_params=wait)
     return manager
 
 
 def build_step_update(
-    args: argparse.Namespace,
+    run_config: RunConfig,
     finalize: DeferredFinalizer,
     *,
     optimizer: MegatronOptimizer | None,
@@ -121,7 +120,7 @@ def build_step_update(
     """Builds the object that updates a run's parameters. Returns None for a run without an optimizer."""
     if optimizer is None:
         return None
-    if not args.optimizer_cuda_graph:
+    if not run_config.optimizer.optimizer_cuda_graph:
         return StepUpdate(finalize, optimizer, timers=timers)
     if not finalize.is_default:
         raise ValueError(
@@ -133,7 +132,7 @@ def build_step_update(
         optimizer,
         timers=timers,
         overflow_flags=None if memory is None else memory.overflow_flags,
-        checks_losses=args.check_for_nan_in_loss_and_grad,
+        checks_losses=run_config.training.check_for_nan_in_loss_and_grad,
     )
 
 

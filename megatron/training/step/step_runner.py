@@ -11,7 +11,6 @@ state at its start, grow the buffers or pools that were too small, and retry the
 (router biases, schedules, counters, checkpoints) is therefore updated only after this decision.
 """
 
-import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from megatron.core.timers import Timers
 from megatron.core.utils import unwrap_model
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing.rng_state import RngState, capture_rng, restore_rng, same_rng
+from megatron.training.config import RunConfig
 from megatron.training.step.statistics import Overflow, RecordsAuxLosses, Reports, StatisticsExchange, StepStatistics
 from megatron.training.step.update import StepUpdate
 
@@ -108,7 +108,7 @@ class StepRunner:
     the start of the step is not saved.
     """
 
-    args: argparse.Namespace
+    run_config: RunConfig
     model: Sequence[nn.Module]  # the chunks of this rank's pipeline stage
     forward_step: Callable[..., Any]
     groups: ProcessGroupCollection
@@ -144,7 +144,7 @@ class StepRunner:
                 exit_reasons=reasons,
                 padding=counted.padding if counted is not None and self._reads_first else NO_PADDING,
                 overflow_flags=overflow_flags,
-                with_load=iteration % self.args.log_interval == 0,
+                with_load=iteration % self.run_config.logging.log_interval == 0,
             )
             # A stage that reads no batches only knows the sum.
             if statistics.padding.tokens > 0 or (counted is not None and counted.has_padding_mask):
@@ -309,8 +309,8 @@ class StepRunner:
                 data_iterator=self._chunk_iterators(iterator),
                 model=self.model,
                 num_microbatches=num_microbatches,
-                seq_length=self.args.seq_length,
-                micro_batch_size=self.args.micro_batch_size,
+                seq_length=self.run_config.data.seq_length,
+                micro_batch_size=self.run_config.training.micro_batch_size,
                 forward_only=forward_only,
                 collect_non_loss_data=collect_non_loss_data,
             )
@@ -327,7 +327,7 @@ class StepRunner:
 
     @property
     def _has_experts(self) -> bool:
-        return self.args.num_experts is not None
+        return self.run_config.transformer.num_moe_experts is not None
 
     @property
     def _has_later_experts(self) -> bool:
@@ -347,7 +347,7 @@ class StepRunner:
         stage, last, num_chunks = group_rank(self.groups.pp), group_size(self.groups.pp) - 1, len(self.model)
         # Attention in other chunks uses masks and document boundaries, and routers use padding masks. Reading them is
         # cheaper than receiving them.
-        everywhere = self.args.reset_attention_mask or (self._has_experts and marks_padding(iterator))
+        everywhere = self.run_config.data.reset_attention_mask or (self._has_experts and marks_padding(iterator))
         readers = [
             chunk
             for chunk in range(num_chunks)

@@ -1,6 +1,5 @@
 """Output of a plan: JSON, page and lines about time; and the choice of the planning rank."""
 
-import argparse
 import json
 import os
 import re
@@ -28,9 +27,10 @@ from megatron.planner.plan import (
 from megatron.planner.report import links_lines, plan_document, print_plan, time_lines, write_plan
 from megatron.planner.step_time import STASH_ASSUMPTION, run_time
 from megatron.planner.work import ChunkWork, Kernel, Kernels, StageLoad, Traffic, Unit
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import read_run_config
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device, planned_device
+from megatron.training.config import RunConfig
 from tests.browser import BROWSER, FIGURE_PROBLEMS, embedded_figures, opened_browser, without_plotly
 from tests.functional_tests.case import Flags, command_line, read_bases
 
@@ -72,8 +72,8 @@ def _stage(number: int, stages: int) -> RankPlan:
     )
 
 
-def _args(stages: int) -> argparse.Namespace:
-    """Returns the arguments that a plan of hand-written stages reads."""
+def _run_config(stages: int) -> RunConfig:
+    """Returns the settings that a plan of hand-written stages reads."""
     sizes = {
         "world_size": stages * 16,
         "tensor_model_parallel_size": 2,
@@ -83,6 +83,8 @@ def _args(stages: int) -> argparse.Namespace:
         "expert_model_parallel_size": 8,
         "expert_tensor_parallel_size": None,
         "num_experts": 64,
+        "sequence_parallel": True,
+        "num_layers": 4 * stages,
         "data_parallel_size": 8,
         "micro_batch_size": 1,
         "seq_length": 4096,
@@ -94,7 +96,7 @@ def _args(stages: int) -> argparse.Namespace:
         "use_torch_fsdp2": False,
         "overlap_p2p_comm": True,
     }
-    return argparse.Namespace(**{**vars(_tiny({}, ranks=1)), **sizes})
+    return _tiny({}, ranks=1).changed(**sizes)
 
 
 def _plan(stages: int, *, num_microbatches: int = 8) -> Plan:
@@ -102,8 +104,11 @@ def _plan(stages: int, *, num_microbatches: int = 8) -> Plan:
 
 
 def _document(stages: int = 4, *, device: Device | None = None, num_microbatches: int = 8) -> dict:
-    plan, args, device = _plan(stages, num_microbatches=num_microbatches), _args(stages), device or planned_device({})
-    return plan_document(plan, args, device=device, step=run_time(plan, args, device=device), fit=fit_of(plan, device))
+    plan, run_config = _plan(stages, num_microbatches=num_microbatches), _run_config(stages)
+    device = device or planned_device({})
+    return plan_document(
+        plan, run_config, device=device, step=run_time(plan, run_config, device=device), fit=fit_of(plan, device)
+    )
 
 
 def test_json_holds_the_plan_and_the_page_is_made_of_it(tmp_path: Path) -> None:
@@ -208,8 +213,8 @@ def test_long_schedules_are_drawn_from_their_beginning() -> None:
 
 
 def test_lines_split_a_step_by_cause() -> None:
-    plan, args, device = _plan(4), _args(4), planned_device({})
-    step = run_time(plan, args, device=device)
+    plan, run_config, device = _plan(4), _run_config(4), planned_device({})
+    step = run_time(plan, run_config, device=device)
     assert step is not None and step.tokens_per_second == pytest.approx(8 * 8 * 4096 / step.seconds)
     first, split, passes, *assumed = time_lines(step, plan)
     assert re.fullmatch(r"estimated step on H100: .* m?s, .* tokens/s, .* TFLOP/s a device, MFU .*%", first), first
@@ -220,8 +225,8 @@ def test_lines_split_a_step_by_cause() -> None:
     without = replace(plan, stages=no_pages)
     assert time_lines(step, without) == [first, split, passes, *assumed[:-1]]
     untrained = replace(plan, stages=[replace(stage, load=replace(stage.load, chunks=())) for stage in plan.stages])
-    assert run_time(untrained, args, device=device) is None
-    text = page(plan_document(untrained, args, device=device, step=None, fit=fit_of(untrained, device)))
+    assert run_time(untrained, run_config, device=device) is None
+    text = page(plan_document(untrained, run_config, device=device, step=None, fit=fit_of(untrained, device)))
     assert "Step time by pipeline stage" not in text and "Pipeline schedule" not in text
 
 
@@ -255,24 +260,27 @@ def test_a_browser_shows_every_picture_readably(tmp_path: Path) -> None:
         assert words in text, words
 
 
-def _tiny(flags: Flags, *, ranks: int) -> argparse.Namespace:
+def _tiny(flags: Flags, *, ranks: int) -> RunConfig:
     argv = command_line({**read_bases()["dense"], "global-batch-size": 8, **flags})
-    return validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", str(ranks)]))
+    return read_run_config([*argv, "--dry-run", "--world-size", str(ranks)])
 
 
 def test_place_of_numbers_the_pipelines() -> None:
-    args = _tiny({"pipeline-model-parallel-size": 2}, ranks=8)
-    assert [pipeline_number_of(args, rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    run_config = _tiny({"pipeline-model-parallel-size": 2}, ranks=8)
+    assert [pipeline_number_of(run_config, rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
     with pytest.raises(ValueError, match="RANK is 8 in the environment: must be from 0 to 7 for this --world-size"):
-        pipeline_number_of(args, 8)
+        pipeline_number_of(run_config, 8)
 
 
 def test_any_rank_can_be_planned_and_written(tmp_path: Path, capsys, monkeypatch) -> None:
     monkeypatch.setenv("RANK", "6")
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    args = _tiny({"pipeline-model-parallel-size": 2, "tensorboard-dir": str(tmp_path / "logs")}, ranks=8)
+    run_config = _tiny({"pipeline-model-parallel-size": 2, "tensorboard-dir": str(tmp_path / "logs")}, ranks=8)
     print_plan(
-        args, pretrain_gpt.model_provider, reread=lambda words: args, forward_step_func=pretrain_gpt.forward_step
+        run_config,
+        pretrain_gpt.model_provider,
+        reread=lambda words: run_config,
+        forward_step_func=pretrain_gpt.forward_step,
     )
     printed = capsys.readouterr().out
     assert "memory of one rank of each stage" in printed and re.search(r"\n +0 +2 .*\n +1 +6 ", printed), printed
@@ -283,22 +291,28 @@ def test_any_rank_can_be_planned_and_written(tmp_path: Path, capsys, monkeypatch
     # Under torchrun the first rank plans for all ranks.
     monkeypatch.setenv("WORLD_SIZE", "8")
     print_plan(
-        args, pretrain_gpt.model_provider, reread=lambda words: args, forward_step_func=pretrain_gpt.forward_step
+        run_config,
+        pretrain_gpt.model_provider,
+        reread=lambda words: run_config,
+        forward_step_func=pretrain_gpt.forward_step,
     )
     assert capsys.readouterr().out == ""
 
 
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    args = _tiny({"tensorboard-dir": str(tmp_path / "file")}, ranks=1)
+    run_config = _tiny({"tensorboard-dir": str(tmp_path / "file")}, ranks=1)
     with pytest.raises(CommandLineError, match="--tensorboard-dir is .*/file: the plan cannot be written there"):
         print_plan(
-            args, pretrain_gpt.model_provider, reread=lambda words: args, forward_step_func=pretrain_gpt.forward_step
+            run_config,
+            pretrain_gpt.model_provider,
+            reread=lambda words: run_config,
+            forward_step_func=pretrain_gpt.forward_step,
         )
 
 
 def test_an_estimated_step_runs_the_schedule_of_the_run() -> None:
-    plan, args = _plan(4), _args(4)
-    step = run_time(plan, args, device=planned_device({}))
+    plan, run_config = _plan(4), _run_config(4)
+    step = run_time(plan, run_config, device=planned_device({}))
     assert step is not None
     assert [list(spans) for spans in step.spans] == stage_orders(Pipeline(4), 8)

@@ -1,6 +1,5 @@
 """The line of a plan about whether it fits its device, and the flags that make it fit."""
 
-import argparse
 import html
 import json
 import re
@@ -14,8 +13,9 @@ import yaml
 
 import pretrain_gpt
 from megatron.planner.fit import Change, Fit, changes_of, fit_of
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import read_run_config
 from megatron.training.compute.devices import FILE_VARIABLE, NAME_VARIABLE, planned_device
+from megatron.training.config import RunConfig
 from tests.counts import soak_only
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.unit_tests.planner.plans import planned
@@ -32,8 +32,8 @@ def words_of(base: str, flags: Flags, *, ranks: int) -> list[str]:
     return [*command_line({**read_bases()[base], **ALWAYS, **flags}), "--dry-run", "--world-size", str(ranks)]
 
 
-def arguments(base: str, flags: Flags, *, ranks: int) -> argparse.Namespace:
-    return validate_args(parse_args(argv=words_of(base, flags, ranks=ranks)))
+def arguments(base: str, flags: Flags, *, ranks: int) -> RunConfig:
+    return read_run_config(words_of(base, flags, ranks=ranks))
 
 
 def peak(base: str, flags: Flags, *, ranks: int) -> int:

@@ -11,7 +11,7 @@ from megatron.planner.layout_search import LayoutCosts
 from megatron.planner.layout_space import Experts, Request, Sharding, layer_flops, read_request
 from megatron.planner.plan import plan_run
 from megatron.planner.step_time import run_time
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import read_run_config
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device, known_devices
 from megatron.training.compute.flops import num_floating_point_operations
@@ -50,7 +50,7 @@ def _costs(request: Request, device: Device) -> LayoutCosts:
     """Returns costs with empty caches."""
     return LayoutCosts(
         request.words,
-        request.args,
+        request.run_config,
         space=request.space,
         device=device,
         model_provider=pretrain_gpt.model_provider,
@@ -69,9 +69,9 @@ def test_measured_steps_equal_dry_runs(model: tuple[str, ...], words: str) -> No
     layout = next(iter(request.space.layouts()))
     advice = costs.advice(layout)
     assert advice is not None, costs.last_refusal
-    args = validate_args(parse_args(argv=[*advice.words, "--dry-run", "--world-size", str(RANKS)]))
-    plan = plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
-    step = run_time(plan, args, device=device)
+    run_config = read_run_config([*advice.words, "--dry-run", "--world-size", str(RANKS)])
+    plan = plan_run(run_config, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    step = run_time(plan, run_config, device=device)
     assert step is not None
     assert advice.time.seconds == pytest.approx(step.seconds, rel=TOLERANCE)
     for name, seconds in step.split().items():
@@ -106,7 +106,7 @@ def test_assumed_values_equal_those_of_a_complete_command_line(words: tuple[str,
     complete = read_request(request.words, world_size=RANKS, devices_per_node=8)
     assert request.assumed and request.words == ("--model", *words, *request.assumed)
     assert complete == replace(request, assumed=())
-    assert complete.args.given == request.args.given
+    assert complete.run_config.values == request.run_config.values
 
 
 def test_only_the_command_line_fixes_a_size(tmp_path: Path) -> None:
@@ -115,18 +115,18 @@ def test_only_the_command_line_fixes_a_size(tmp_path: Path) -> None:
     words = ["--model", *MIXTURE, "--config", str(file), "--micro-batch-size", "4"]
     request = read_request(words, world_size=RANKS, devices_per_node=8)
     assert request.space.fixed == {"micro_batch": 4}
-    assert request.args.moe_token_dispatcher_type == "alltoall"
+    assert request.run_config.transformer.moe_token_dispatcher_type == "alltoall"
 
 
 @pytest.mark.parametrize("model", ["llama3-8b", "mixtral-8x7b", "deepseek-v3", "gpt-oss-20b"])
 def test_flops_of_layers_and_end_add_up_to_the_model(model: str) -> None:
     words = f"--model {model} --bf16 --mock-data --tokenizer-type NullTokenizer --seq-length 512 --lr 1e-3"
-    args = validate_args(parse_args(argv=[*words.split(), "--micro-batch-size", "1", "--train-iters", "2"]))
-    setup_tokenizer(args)
-    kinds = layer_kinds(args)
-    flops, end = layer_flops(args, kinds)
+    run_config = read_run_config([*words.split(), "--micro-batch-size", "1", "--train-iters", "2"])
+    setup_tokenizer(run_config)
+    kinds = layer_kinds(run_config)
+    flops, end = layer_flops(run_config, kinds)
     forward = sum(flops[kind] for kind in kinds) + end
-    assert min(*flops.values(), end) > 0 and 3 * forward == pytest.approx(num_floating_point_operations(args, 1))
+    assert min(*flops.values(), end) > 0 and 3 * forward == pytest.approx(num_floating_point_operations(run_config, 1))
 
 
 def test_scaled_costs_equal_own_costs() -> None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pretrain_gpt
 from megatron.planner.plan import plan_run
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import read_run_config
 from tests.functional_tests.case import Flags, command_line, read_bases
 
 
@@ -19,8 +19,8 @@ def _num_forward_steps(*, stages: int, **flags: str) -> int:
 
     layout: Flags = {"pipeline-model-parallel-size": stages, "num-layers": 2 * stages, "global-batch-size": 8}
     argv = command_line({**read_bases()["moe"], **layout, **{name.replace("_", "-"): flags[name] for name in flags}})
-    args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", str(stages)]))
-    plan_run(args, pretrain_gpt.model_provider, forward_step_func=forward_step)
+    run_config = read_run_config([*argv, "--dry-run", "--world-size", str(stages)])
+    plan_run(run_config, pretrain_gpt.model_provider, forward_step_func=forward_step)
     return calls
 
 

@@ -12,7 +12,7 @@ from megatron.planner.layer_costs import measure_memory
 from megatron.planner.layout_space import Layout, Recompute, Space
 from megatron.planner.plan import plan_run
 from megatron.planner.stage_costs import fullest_moments, quick_stages
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import parse_args, read_run_config, validate_args
 from megatron.training.command_line.errors import CommandLineError
 from tests.counts import long_count, soak_only
 
@@ -65,10 +65,10 @@ def _layouts(model: str) -> list[tuple[Layout, list[str]]]:
 @pytest.mark.parametrize("model", [soak_only(model) if model == "gpt-oss-20b" else model for model in MODELS])
 def test_memory_of_layers_adds_up_to_stages(model: str) -> None:
     for layout, words in _layouts(model):
-        args = validate_args(parse_args(argv=words))
+        run_config = read_run_config(words)
         provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
-        planned = plan_run(args, provider, forward_step_func=step).stages
-        quick = quick_stages(args, measure_memory(args, provider, forward_step=step))
+        planned = plan_run(run_config, provider, forward_step_func=step).stages
+        quick = quick_stages(run_config, measure_memory(run_config, provider, forward_step=step))
         for whole, added in zip(planned, quick, strict=True):
             assert added.states == whole.memory.states, (layout, whole.stage)
             assert added.pages == whole.memory.pages, layout
@@ -83,10 +83,10 @@ def test_memory_of_layers_adds_up_to_stages(model: str) -> None:
 def test_offloaded_states_add_up_to_stages(flags: str) -> None:
     offload = "--micro-batch-size 1 --optimizer-cpu-offload --optimizer-offload-fraction 0.4"
     words = ["--model", "llama3.2-1b", *ALWAYS.split(), *offload.split(), *flags.split()]
-    args = validate_args(parse_args(argv=words))
+    run_config = read_run_config(words)
     provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
-    (whole,) = plan_run(args, provider, forward_step_func=step).stages
-    (added,) = quick_stages(args, measure_memory(args, provider, forward_step=step))
+    (whole,) = plan_run(run_config, provider, forward_step_func=step).stages
+    (added,) = quick_stages(run_config, measure_memory(run_config, provider, forward_step=step))
     states = astuple(added.states)
     assert states == astuple(whole.memory.states) and min(states) > 0
     assert (
@@ -110,7 +110,7 @@ def test_a_short_step_has_the_peak_of_the_long_one(chunks: int, num_microbatches
 
 def test_unsupported_optimizers_are_refused() -> None:
     words = ["--model", "llama3.2-1b", *ALWAYS.split(), "--micro-batch-size", "1", "--optimizer", "muon"]
-    args = validate_args(parse_args(argv=words))
-    costs = measure_memory(args, pretrain_gpt.model_provider, forward_step=pretrain_gpt.forward_step)
+    run_config = read_run_config(words)
+    costs = measure_memory(run_config, pretrain_gpt.model_provider, forward_step=pretrain_gpt.forward_step)
     with pytest.raises(CommandLineError, match="--optimizer is muon: .* must be one of adam, sgd"):
-        quick_stages(args, costs)
+        quick_stages(run_config, costs)

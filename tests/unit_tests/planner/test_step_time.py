@@ -20,6 +20,7 @@ from megatron.planner.work import (
     ranks_in_node,
 )
 from megatron.training.arguments import parse_args
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.compute.devices import Device
 
 # Rates per second: 10^12 FLOPs, 10^9 bytes of memory, 10^9 bytes inside a node and half of that between nodes.
@@ -149,8 +150,10 @@ def test_messages_of_passes_are_exposed_unless_modules_overlap_them() -> None:
 
 def test_a_ring_of_two_levels_overlaps_attention_and_exchanges_of_heads_do_not() -> None:
     words = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
-    args = parse_args(argv=[*words.split(), *"--cp-comm-type a2a+p2p".split()])
-    assert overlap_of(args).overlapped_by == {"hcp_1": ("attention",)}
+    words += " --attention-dropout 0"
+    levels = "--context-parallel-size 4 --cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 2"
+    run_config = run_config_of(parse_args(argv=[*words.split(), *levels.split()]))
+    assert overlap_of(run_config).overlapped_by == {"hcp_1": ("attention",)}
 
 
 def test_reductions_overlap_only_with_the_rest_of_backward() -> None:

@@ -6,7 +6,8 @@ import pretrain_gpt
 from megatron.planner.plan import Plan, plan_run
 from megatron.planner.step_time import run_time
 from megatron.planner.work import Kernels, Unit
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import parse_args, read_run_config, validate_args
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.compute.devices import planned_device
 from tests.functional_tests.case import Flags, command_line, read_bases
 
@@ -20,8 +21,8 @@ ALL_LAYERS: Flags = {
 
 def _plan(base: str, flags: Flags, *, ranks: int = 1) -> Plan:
     argv = command_line({**read_bases()[base], "bf16": True, "micro-batch-size": 2, "global-batch-size": 8, **flags})
-    args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", str(ranks)]))
-    return plan_run(args, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
+    run_config = read_run_config([*argv, "--dry-run", "--world-size", str(ranks)])
+    return plan_run(run_config, pretrain_gpt.model_provider, forward_step_func=pretrain_gpt.forward_step)
 
 
 def _flops(kernels: Kernels, unit: Unit | None = None) -> float:
@@ -89,9 +90,11 @@ def test_an_update_moves_the_bytes_of_adam_and_of_the_gradient_norm() -> None:
 
 @pytest.mark.slow
 def test_recompute_takes_time() -> None:
-    args = validate_args(parse_args(argv=[*command_line({**read_bases()["llama"], "bf16": True}), "--dry-run"]))
+    run_config = run_config_of(
+        validate_args(parse_args(argv=[*command_line({**read_bases()["llama"], "bf16": True}), "--dry-run"]))
+    )
     device = planned_device({})
-    steps = [run_time(_plan("llama", flags), args, device=device) for flags in ({}, ALL_LAYERS)]
+    steps = [run_time(_plan("llama", flags), run_config, device=device) for flags in ({}, ALL_LAYERS)]
     assert steps[0] is not None and steps[1] is not None
     assert steps[0].stages[0].recompute == 0 < steps[1].stages[0].recompute
     assert steps[1].seconds > steps[0].seconds

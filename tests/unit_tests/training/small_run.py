@@ -12,8 +12,10 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
+from megatron.training.arguments import parse_args
 from megatron.training.checkpointing import load_run, save_run
 from megatron.training.checkpointing.train_state import TrainState
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.config import CheckpointConfig
 from tests.unit_tests.core.optimizer.reference import wrap
 
@@ -28,6 +30,7 @@ ARGS = {
     "optimizer": "adam",
     "use_checkpoint_opt_param_scheduler": False,
     "seed": 7,
+    "micro_batch_size": 4,
 }
 
 
@@ -42,7 +45,7 @@ class SmallRun:
         for name in frozen:
             model.get_parameter(name).requires_grad_(False)
         bf16 = dtype == torch.bfloat16
-        self.dtype, self.args = dtype, argparse.Namespace(**{**ARGS, "bf16": bf16, **args})
+        self.dtype, self.args = dtype, argparse.Namespace(**{**vars(parse_args(argv=[])), **ARGS, "bf16": bf16, **args})
         self.model = wrap(model, group)
         self.optimizer = get_megatron_optimizer(OptimizerConfig(lr=0.1, bf16=bf16), [self.model])
         schedule = {"init_lr": 0.0, "max_lr": 0.1, "min_lr": 0.0, "lr_warmup_steps": 2, "lr_decay_steps": 20}
@@ -85,9 +88,11 @@ class SmallRun:
     def save(self, folder, **settings):
         config = CheckpointConfig(save=str(folder), **settings)
         objects = [self.model], self.optimizer, self.scheduler
-        return save_run(self.state.iteration, *objects, train_state=self.state, args=self.args, config=config)
+        return save_run(
+            self.state.iteration, *objects, train_state=self.state, run_config=run_config_of(self.args), config=config
+        )
 
     def load(self, folder, **settings):
         config = CheckpointConfig(load=str(folder), **settings)
         objects = [self.model], self.optimizer, self.scheduler
-        return load_run(*objects, train_state=self.state, args=self.args, config=config)
+        return load_run(*objects, train_state=self.state, run_config=run_config_of(self.args), config=config)

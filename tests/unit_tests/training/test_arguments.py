@@ -14,9 +14,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import core_transformer_config_from_args, parse_args, validate_args
 from megatron.training.command_line.config_builder import config_from_args
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.command_line.flags import CONFIG_CLASSES, Flag, FlagState, flag_table
+from megatron.training.command_line.flags import Flag, FlagState, flag_table
 from megatron.training.command_line.parser import REFUSED, build_parser
-from megatron.training.config import CheckpointConfig
+from megatron.training.config import CheckpointConfig, areas_with_flags
 from tests.structure.megatron_flags import working_megatron_flags
 
 MINIMAL = (
@@ -222,7 +222,7 @@ def test_nearest_names_are_searched_only_for_a_message(monkeypatch: pytest.Monke
 
 def test_every_configuration_can_be_built_from_arguments() -> None:
     args = validate_args(parse_args(argv=MINIMAL.split()))
-    for config_class in set(CONFIG_CLASSES) - {TransformerConfig}:
+    for config_class in set(areas_with_flags().values()) - {TransformerConfig}:
         assert isinstance(config_from_args(config_class, args), config_class)
     assert config_from_args(CheckpointConfig, args).ckpt_format == "torch_dist"
     assert config_from_args(OptimizerConfig, args).params_dtype is torch.float32

@@ -10,8 +10,9 @@ import torch
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.config_builder import with_flag_names
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.command_line.flags import CONFIG_CLASSES, flag_table
+from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.validation import check_layout
+from megatron.training.config import areas_with_flags
 
 LOCAL = "--cuda-graph-impl local --cuda-graph-modules "
 MLA_NOTE = "--position-embedding-type is set to rope, because --multi-latent-attention uses rotary positions; learned"
@@ -260,7 +261,9 @@ def names_of_fields(message: str) -> set[str]:
     """Returns the words of a message that are configuration fields, and not values of a flag."""
     words = set(re.findall(r"(?<![-\w/])[A-Za-z]\w*_\w+", message.replace("Config.", "")))
     values = {value for flag in flag_table().flags for value in flag.choices or ()}
-    return words & {field.name for config_class in CONFIG_CLASSES for field in fields(config_class)} - values
+    return (
+        words & {field.name for config_class in areas_with_flags().values() for field in fields(config_class)} - values
+    )
 
 
 def test_all_contradictions_are_told_at_once() -> None:

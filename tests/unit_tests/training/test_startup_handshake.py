@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from megatron.training import startup_handshake
 from megatron.training.arguments import parse_args, validate_args
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.config import DistributedConfig
 from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.startup_handshake import (
@@ -157,7 +158,7 @@ def _settings(words: str) -> Settings:
     model = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
     run = "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr 0.01 --mock-data --vocab-size 64"
     argv = f"{model} {run} --tokenizer-type NullTokenizer {words}".split()
-    return common_settings(validate_args(parse_args(add_arguments, argv=argv)))
+    return common_settings(run_config_of(validate_args(parse_args(add_arguments, argv=argv))))
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Settings of GPT models outside of their transformer block: vocabulary, positions and tied weights."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -23,8 +23,9 @@ class GPTModelConfig:
     group_query_attention: bool = config_field(
         False, help="Share key/value heads among query heads, with --num-query-groups groups."
     )
-    max_position_embeddings: int | None = config_field(
+    max_position_embeddings: int = config_field(
         None,
+        filled_in=True,
         help="Maximum sequence length of the model; default: --seq-length, except for learned positions.",
         at_least=1,
     )
@@ -63,9 +64,13 @@ class GPTModelConfig:
     make_vocab_size_divisible_by: int = config_field(
         128, help="Pad the vocabulary with unused rows to a multiple of this value.", at_least=1
     )
-    padded_vocab_size: int | None = config_field(
-        None, help="Vocabulary size including padding; default: see --make-vocab-size-divisible-by.", at_least=1
+    padded_vocab_size: int = config_field(
+        None,
+        filled_in=True,
+        help="Vocabulary size including padding; default: see --make-vocab-size-divisible-by.",
+        at_least=1,
     )
+    unpadded_vocab_size: int = config_field(None, flags=(), filled_in=True, help="Number of ids of the tokenizer.")
     swiglu: bool = config_field(False, help="Use gated feed-forward layers with SiLU instead of GELU.")
     quick_geglu: bool = config_field(
         False, help="Use gated feed-forward layers with gate x sigmoid(1.702 gate) instead of GELU."
@@ -122,30 +127,25 @@ class GPTModelConfig:
             raise ValueError("\n".join(problems))
 
 
-def transformer_fields(
-    settings: Any, *, hidden_size: int, ffn_hidden_size: int | None, num_query_groups: int | None
-) -> dict[str, Any]:
-    """Returns the TransformerConfig fields derived from GPT settings and the given command-line values.
-
-    settings: the fields of GPTModelConfig as attributes. Other settings may be invalid.
-    """
+def transformer_fields(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of TransformerConfig that flags of GPTModelConfig imply. arguments: by name."""
     functions: dict[str, Callable[..., Any]] = {
         "swiglu": F.silu,
         "quick_geglu": quick_gelu,
         "squared_relu": squared_relu,
     }
-    activation = next((function for name, function in functions.items() if vars(settings)[name]), F.gelu)
+    ffn_hidden_size = arguments["ffn_hidden_size"]
     # Not `or`, because a width of 0 must be rejected, not replaced.
     if ffn_hidden_size is None:
-        ffn_hidden_size = default_ffn_hidden_size(hidden_size, swiglu=settings.swiglu)
-    methods = ("init_method", "output_layer_init_method") if settings.init_method_xavier_uniform else ()
+        ffn_hidden_size = default_ffn_hidden_size(arguments["hidden_size"], swiglu=arguments["swiglu"])
+    methods = ("init_method", "output_layer_init_method") if arguments["init_method_xavier_uniform"] else ()
     return {
         **dict.fromkeys(methods, XavierUniformInit()),
-        "activation_func": activation,
-        "gated_linear_unit": settings.swiglu or settings.quick_geglu,
+        "activation_func": next((function for name, function in functions.items() if arguments[name]), F.gelu),
+        "gated_linear_unit": arguments["swiglu"] or arguments["quick_geglu"],
         "ffn_hidden_size": ffn_hidden_size,
         # --num-query-groups has no effect without --group-query-attention, as in Megatron-LM.
-        "num_query_groups": (num_query_groups or 1) if settings.group_query_attention else None,
+        "num_query_groups": (arguments["num_query_groups"] or 1) if arguments["group_query_attention"] else None,
     }
 
 

@@ -3,7 +3,6 @@
 Buffers, pages and schedules equal those of the planned run.
 """
 
-import argparse
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from unittest.mock import patch
@@ -19,8 +18,9 @@ from megatron.core.transformer.moe.paged_stash import EventKind
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.core.transformer.moe.paged_stash.stash_order import layer_of
 from megatron.planner.fake_ranks import fake_rank
+from megatron.training.command_line.parser import RunArguments
 from megatron.training.command_line.published import publish_run
-from megatron.training.command_line.validation import batch_sizes
+from megatron.training.config import RunConfig
 from megatron.training.setup import model_parts, setup_batches
 from megatron.training.step import expert_memory
 from megatron.training.step.expert_memory import ExpertMemory, StepFigures, build_expert_memory
@@ -29,15 +29,17 @@ from megatron.training.step.expert_memory import ExpertMemory, StepFigures, buil
 class RealRank:
     """One rank's experts and their memory. stage, group, number: its position among the ranks with experts."""
 
-    def __init__(self, args: argparse.Namespace, stage: int, *, group: int, number: int) -> None:
+    def __init__(self, run_config: RunConfig, stage: int, *, group: int, number: int) -> None:
         self.stage, self.group, self.number = stage, group, number
-        self._size, self._tokens = args.expert_model_parallel_size, args.seq_length * args.micro_batch_size
-        rank = stage * (args.world_size // args.pipeline_model_parallel_size) + group * self._size + number
-        with fake_rank(args, rank, world_size=args.world_size) as groups:
-            publish_run(args)
-            setup_batches(args)
-            model = [chunk for chunk, _ in model_parts(pretrain_gpt.model_provider, args)]
-            found = build_expert_memory(model, args, groups=groups)
+        transformer, world_size = run_config.transformer, run_config.launch.world_size
+        self._size = transformer.expert_model_parallel_size
+        self._tokens = run_config.data.seq_length * run_config.training.micro_batch_size
+        rank = stage * (world_size // transformer.pipeline_model_parallel_size) + group * self._size + number
+        with fake_rank(run_config, rank, world_size=world_size) as groups:
+            publish_run(RunArguments(run_config))
+            setup_batches(run_config)
+            model = [chunk for chunk, _ in model_parts(pretrain_gpt.model_provider, run_config)]
+            found = build_expert_memory(model, run_config, groups=groups)
             publish_run(None)
             destroy_num_microbatches_calculator()
         assert found is not None
@@ -47,7 +49,7 @@ class RealRank:
         # check_effect expects all stages of the run. A stage whose backward directly follows forward stashes nothing.
         with patch.object(expert_memory, "check_effect"):
             self.memory.prepare(
-                LearnedSizes(), num_microbatches=batch_sizes(args).final_num_microbatches, pp_group=None
+                LearnedSizes(), num_microbatches=run_config.batch_sizes().final_num_microbatches, pp_group=None
             )
 
     def run_step(self, tokens: dict[int, np.ndarray]) -> None:

@@ -1,9 +1,9 @@
 """Plans of random schedules, pools and traces, compared with the counters of real stashes."""
 
-import argparse
 import random
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,8 +15,9 @@ from megatron.planner.stash import walk as walk_module
 from megatron.planner.stash.routing import traced_spans
 from megatron.planner.stash.stages import planned_run
 from megatron.planner.stash.walk import walk
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import read_run_config
 from megatron.training.callbacks.routing_trace import RoutingHeader, read_routing
+from megatron.training.config import RunConfig
 from megatron.training.step import expert_memory
 from tests.counts import long_count
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -57,11 +58,16 @@ def random_flags(choose: random.Random) -> Flags:
     return flags
 
 
-def random_trace(path: Path, args: argparse.Namespace, choose: random.Random) -> None:
+def config_of_flags(flags: dict[str, Any]) -> RunConfig:
+    words = [*command_line({**read_bases()["moe"], **flags}), "--dry-run"]
+    return read_run_config(words)
+
+
+def random_trace(path: Path, run_config: RunConfig, choose: random.Random) -> None:
     """Writes a trace of a few steps with random skew."""
-    header, chance = RoutingHeader.of(args), np.random.default_rng(choose.randrange(1 << 30))
-    num_ranks = args.world_size // args.pipeline_model_parallel_size
-    shape = args.global_batch_size // num_ranks, num_ranks
+    header, chance = RoutingHeader.of(run_config), np.random.default_rng(choose.randrange(1 << 30))
+    num_ranks = run_config.launch.world_size // run_config.transformer.pipeline_model_parallel_size
+    shape = run_config.training.global_batch_size // num_ranks, num_ranks
     steps = []
     for _ in range(STEPS):
         skewed = [chance.dirichlet([choose.choice([0.5, 5.0, 500.0])] * header.num_experts) for _ in header.layers]
@@ -70,11 +76,12 @@ def random_trace(path: Path, args: argparse.Namespace, choose: random.Random) ->
     write_trace(path, header, steps)
 
 
-def real_ranks(args: argparse.Namespace) -> list[RealRank]:
+def real_ranks(run_config: RunConfig) -> list[RealRank]:
     """Returns all ranks of the run in the order of a plan, with ranks of one group adjacent."""
-    stages, size = args.pipeline_model_parallel_size, args.expert_model_parallel_size
-    places = product(range(stages), range(args.data_parallel_size // size), range(size))
-    return [RealRank(args, stage, group=group, number=number) for stage, group, number in places]
+    transformer = run_config.transformer
+    stages, size = transformer.pipeline_model_parallel_size, transformer.expert_model_parallel_size
+    places = product(range(stages), range(run_config.launch.data_parallel_size // size), range(size))
+    return [RealRank(run_config, stage, group=group, number=number) for stage, group, number in places]
 
 
 def test_the_reserve_follows_the_rows_of_recent_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,15 +98,15 @@ def test_the_reserve_follows_the_rows_of_recent_steps(tmp_path: Path, monkeypatc
         "moe-paged-stash-page-size": 4,
         "moe-paged-stash-buffer-size-factor-cuda": 1.2,
     }
-    args = validate_args(parse_args(argv=[*command_line({**read_bases()["moe"], **flags}), "--dry-run"]))
-    header = RoutingHeader.of(args)
+    run_config = config_of_flags(flags)
+    header = RoutingHeader.of(run_config)
     steps = [BALANCED, SKEWED, BALANCED, BALANCED, BALANCED]
     tokens = [{layer: torch.tensor([[counts] * 2]) for layer in header.layers} for counts in steps]
     write_trace(tmp_path / "trace", header, tokens)
-    run = planned_run(args, pretrain_gpt.model_provider)
+    run = planned_run(run_config, pretrain_gpt.model_provider)
     spans, _ = traced_spans(read_routing(tmp_path / "trace"), run, num_groups=1, seed=1)
     dropped = walk(run, run.flags, spans=spans, grows=True).stages[0].counters[Counter.DROPPED_ACT]
-    ranks, shares = real_ranks(args), []
+    ranks, shares = real_ranks(run_config), []
     for step, of_step in enumerate(tokens):
         figures, _ = run_together(ranks, {layer: counts.numpy() for layer, counts in of_step.items()})
         assert [one.counters[Counter.DROPPED_ACT] for one in figures] == dropped[step].tolist()
@@ -124,13 +131,13 @@ def test_pages_and_rungs_of_random_runs_are_those_that_were_planned(
     for case in range(long_count(12, soak=500)):
         choose = random.Random(case)
         flags = random_flags(choose)
-        args = validate_args(parse_args(argv=[*command_line({**read_bases()["moe"], **flags}), "--dry-run"]))
-        random_trace(trace, args, choose)
-        run = planned_run(args, pretrain_gpt.model_provider)
+        run_config = config_of_flags(flags)
+        random_trace(trace, run_config, choose)
+        run = planned_run(run_config, pretrain_gpt.model_provider)
         spans, guesses = traced_spans(read_routing(trace), run, num_groups=run.ranks.num_groups, seed=1)
         planned = walk(run, run.flags, spans=spans, grows=True)
         assert not guesses
-        ranks = real_ranks(args)
+        ranks = real_ranks(run_config)
         for step, recorded in enumerate(read_routing(trace)):
             figures, discards = run_together(ranks, recorded.tokens)
             assert planned.discards[step] == discards, (case, flags)

@@ -170,7 +170,7 @@ def save(model: GPTModel, args: argparse.Namespace, folder: Path) -> Path:
     common = {
         "iteration": 1,
         "train_state": TrainState(iteration=1).state_dict(),
-        "args": args_to_json(args),
+        "args": args_to_json(vars(args)),
         "contents": {"optimizer": False, "rng": False},
         "frozen": [],
     }
@@ -268,7 +268,7 @@ def test_checkpoints_without_an_argument_have_its_default(left_out: str, unset: 
     """Arguments of older versions, and of Megatron's checkpoints, are incomplete."""
     args = arguments_of([*RUN.split(), *LLAMA_LIKE.split(), "--num-experts", "4"])
     model = trained(args)
-    stored = args_to_json(args)
+    stored = args_to_json(vars(args))
     stored = {**stored, left_out: None} if unset else {k: v for k, v in stored.items() if k != left_out}
     hub = convert(save(model, argparse.Namespace(**stored), tmp_path / "run"), tmp_path / "hub", back=True)
     with torch.no_grad():

@@ -27,6 +27,7 @@ from megatron.training.callbacks.console import (
 )
 from megatron.training.callbacks.run_files import JsonlLog, ProgressFile, RunFile, keep_lines_until, last_stretch
 from megatron.training.callbacks.tensorboard import TensorBoardLog, evaluation_scalars
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.config import LoggingConfig
 from tests.unit_tests.training.flag_models import model_of_flags
@@ -200,7 +201,7 @@ def test_progress_counts_tokens_and_operations_without_padding(tmp_path: Path, m
     monkeypatch.setattr(dist, "get_world_size", lambda: 1)
     args = model_of_flags("")[0]
     args.consumed_train_samples, samples = 16, 10**8
-    log = ProgressFile(tmp_path, args)
+    log = ProgressFile(tmp_path, run_config_of(args))
     log.on_train_start(RunStart(iteration=2, train_iters=9, consumed_padding=PaddingCount(5, 100)))
     # A quarter of the samples is padding.
     padding = PaddingCount(samples // 4 * args.seq_length, samples // 4 * args.seq_length**2)

@@ -13,7 +13,7 @@ from megatron.training.arguments import parse_args
 from megatron.training.callbacks import RunStart
 from megatron.training.callbacks.tensorboard import TensorBoardLog
 from megatron.training.callbacks.wandb_log import WandbLog
-from megatron.training.command_line.config_builder import config_from_args
+from megatron.training.command_line.config_builder import config_from_args, run_config_of
 from megatron.training.command_line.published import get_wandb_writer, publish_run
 from megatron.training.config import LoggingConfig
 from tests.unit_tests.training.callbacks.wandb_files import read_wandb
@@ -27,7 +27,7 @@ def arguments(folder: Path, flags: str = FLAGS) -> argparse.Namespace:
 
 
 def log_of(args: argparse.Namespace) -> WandbLog:
-    return WandbLog(config_from_args(LoggingConfig, args), args)
+    return WandbLog(run_config_of(args))
 
 
 def test_points_are_tensorboards(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for flag in WORKING:
         if flag.constant is None and flag.dest not in OTHERS:
             vars(args)[flag.dest] = vars(parse_args(argv=given(flag, words_of(flag)[0])))[flag.dest]
-    stored = args_to_json(args)
+    stored = args_to_json(vars(args))
     contents = {"optimizer": False, "rng": False}
     run = {"iteration": 5, "args": stored, "train_state": {}, "contents": contents, "frozen": []}
     save_items([], iteration_folder(path, 5), common=run)
@@ -103,10 +103,10 @@ def test_a_given_flag_is_used_or_named_with_the_value_that_is(
     flags = [flag for flag in WORKING if on_load_rules()[flag.dest] is rule and flag.dest not in OTHERS]
     args = parse_args(argv=[word for flag in flags for word in given(flag, words_of(flag)[1])])
     args.load = str(folder)
-    before = args_to_json(args)
+    before = args_to_json(vars(args))
     stored = json.loads((iteration_folder(folder, 5) / "common.json").read_text())["args"]
     capsys.readouterr()
-    after = args_to_json(load_args_from_checkpoint(args))
+    after = args_to_json(vars(load_args_from_checkpoint(args)))
     found = [LINE.fullmatch(line) for line in capsys.readouterr().err.splitlines() if "the command line" in line]
     lines = {line[1]: line for line in found if line is not None}
     adopts = rule in (OnLoad.WEIGHTS, OnLoad.MODEL)
@@ -134,23 +134,23 @@ def test_on_resume_a_difference_is_an_error_or_a_line_or_changes_nothing(
     args.max_position_embeddings = args.seq_length = 8
     args.num_attention_heads, args.kv_channels, args.rotary_percent = 4, 8, 0.5
     args.lora_rank, args.group_query_attention, args.add_bias_linear = 4, True, False
-    stored = args_to_json(args)
-    assert noted_differences(args, stored, trains=True, optimizer=True) == []
+    stored = args_to_json(vars(args))
+    assert noted_differences(vars(args), stored, trains=True, optimizer=True) == []
     other = {"vocab_size": "unpadded_vocab_size", "group_query_attention": "num_query_groups"}.get(flag.dest, flag.dest)
     stored[other] = not stored[other] if flag.constant is not None and other == flag.dest else 1.5
     if flag.dest == "moe_layer_freq":
         stored[other] = [0, 1, 1, 1]
     rule = on_load_rules()[flag.dest]
-    lines = noted_differences(args, stored, trains=True, optimizer=False)
-    with_optimizer = noted_differences(args, stored, trains=True, optimizer=True)
-    evaluated = noted_differences(args, stored, trains=False, optimizer=False)
+    lines = noted_differences(vars(args), stored, trains=True, optimizer=False)
+    with_optimizer = noted_differences(vars(args), stored, trains=True, optimizer=True)
+    evaluated = noted_differences(vars(args), stored, trains=False, optimizer=False)
     name = flag.flags[0] if other == flag.dest else ""
     if rule is OnLoad.WEIGHTS and not flag.dest.startswith("lora_") or flag.dest == "max_position_embeddings":
         assert not lines
         with pytest.raises(ValueError, match=f"another model: .*{name}.* in the checkpoint"):
-            check_same_model(args, stored)
+            check_same_model(vars(args), stored)
         return
-    check_same_model(args, stored)
+    check_same_model(vars(args), stored)
     assert all(line.startswith(f"{name} is ") and line.endswith(" in the checkpoint") for line in lines)
     assert len(lines) == (rule in (OnLoad.MODEL, OnLoad.GIVEN, OnLoad.RUN, OnLoad.OPTIMIZER))
     assert len(with_optimizer) == (rule in (OnLoad.MODEL, OnLoad.GIVEN, OnLoad.RUN))
@@ -160,12 +160,12 @@ def test_on_resume_a_difference_is_an_error_or_a_line_or_changes_nothing(
 def test_a_checkpoint_without_an_argument_or_a_run_names_nothing_else() -> None:
     args = argparse.Namespace(**{**vars(parse_args(argv=[])), "seed": 7, "color": 3, "micro_batch_size": 1})
     stored = {"color": 4, "seed": 5, "weight": 3, "rank": 1, "data_parallel_size": 8}
-    assert noted_differences(args, stored, trains=True, optimizer=True) == [
+    assert noted_differences(vars(args), stored, trains=True, optimizer=True) == [
         "--seed is 7 here, 5 in the checkpoint",
         "color is 3 here, 4 in the checkpoint",
     ]
     # A converted checkpoint stores the model of a run that has not begun.
-    assert noted_differences(args, {**stored, "micro_batch_size": None}, trains=True, optimizer=False) == []
+    assert noted_differences(vars(args), {**stored, "micro_batch_size": None}, trains=True, optimizer=False) == []
 
 
 # The values are written by hand: (command line, stored arguments, used, fragments of the lines).
@@ -241,7 +241,7 @@ def test_use_checkpoint_args_says_what_it_uses(
     save_items([], iteration_folder(tmp_path, 5), common={**run, "frozen": []})
     args = parse_args(argv=[*words.split(), "--load", str(tmp_path)])
     capsys.readouterr()
-    found = args_to_json(load_args_from_checkpoint(args))
+    found = args_to_json(vars(load_args_from_checkpoint(args)))
     assert {name: found[name] for name in used} == used
     lines = capsys.readouterr().err
     assert all(fragment in lines for fragment in fragments) and bool(lines) == bool(fragments), lines

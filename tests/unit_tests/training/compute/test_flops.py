@@ -5,6 +5,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.core.datasets.padding import count_padding_sync
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.compute.flops import count_parameters, num_operations_of_samples
 from megatron.training.training import num_floating_point_operations
 from tests.unit_tests.training.flag_models import model_of_flags
@@ -43,7 +44,7 @@ def test_padding_costs_no_operations(flags: str, lengths: list[int]) -> None:
     mask = torch.arange(16) >= torch.tensor(lengths).unsqueeze(1)
     padding = count_padding_sync({"padding_mask": mask})
     expected = sum(counted(model, num_samples=1, length=length) for length in lengths)
-    assert num_operations_of_samples(args, len(lengths), padding) == pytest.approx(expected, rel=1e-12)
+    assert num_operations_of_samples(run_config_of(args), len(lengths), padding) == pytest.approx(expected, rel=1e-12)
 
 
 def counted(model: torch.nn.Module, *, num_samples: int = 2, length: int = 16) -> float:
@@ -72,12 +73,12 @@ def test_frozen_weights_have_no_gradients_to_compute() -> None:
 
 def test_a_token_meets_the_chosen_experts_only() -> None:
     args, model = model_of_flags(f"{EXPERTS} --moe-layer-freq [0,1,1]")
-    total, active = count_parameters([model], args)
+    total, active = count_parameters([model], run_config_of(args).transformer)
     unused = (args.padded_vocab_size - args.unpadded_vocab_size) * 32
     assert total == sum(param.numel() for param in model.parameters()) - unused
     assert total - active == 2 * (4 - 3) * (2 * 32 * 24)
     args, model = model_of_flags("")
-    assert len(set(count_parameters([model], args))) == 1
+    assert len(set(count_parameters([model], run_config_of(args).transformer))) == 1
 
 
 def test_packed_documents_count_their_own_lengths() -> None:

@@ -9,6 +9,7 @@ import torch
 from megatron.core.datasets.padding import PaddingCount
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.compute.flops import num_floating_point_operations
 from megatron.training.meters.memory import HeldMemoryMeter, MemoryMeter, memory_line
 from megatron.training.meters.meters import ParamsNormMeter, ThroughputMeter, TimerMeter, rank_times
@@ -34,7 +35,7 @@ def test_params_norm_is_that_of_the_masters_and_of_frozen_weights(dtype: torch.d
 @pytest.mark.parametrize(("device", "peak"), [("cpu (2 threads)", None), ("NVIDIA H100 80GB HBM3", 989.4)])
 def test_throughput_is_that_of_one_device_and_mfu_of_known_ones(device: str, peak: float | None) -> None:
     args: argparse.Namespace = model_of_flags("")[0]
-    report = ThroughputMeter(args, device, world_size=2).measure(STEP)
+    report = ThroughputMeter(run_config_of(args), device, world_size=2).measure(STEP)
     # 8 samples in half a second on two devices.
     tflops = num_floating_point_operations(args, 8) / 0.5 / 2 / 1e12
     assert report.tflops == pytest.approx(tflops)
@@ -46,7 +47,7 @@ def test_throughput_leaves_padding_out() -> None:
     # Four of eight samples consist of padding.
     half = PaddingCount(4 * args.seq_length, 4 * args.seq_length**2)
     whole, padded = (
-        ThroughputMeter(args, "cpu", world_size=2).measure(replace(STEP, padding=padding)).tflops
+        ThroughputMeter(run_config_of(args), "cpu", world_size=2).measure(replace(STEP, padding=padding)).tflops
         for padding in (PaddingCount(), half)
     )
     assert padded == pytest.approx(whole / 2)

@@ -1,6 +1,5 @@
 """Compares logged values of expert buffers and pages with event-by-event simulated pools, over ranks and steps."""
 
-import argparse
 import json
 import random
 import re
@@ -21,10 +20,12 @@ from megatron.core.transformer.moe.paged_stash import Counter, EventKind, PoolLa
 from megatron.core.transformer.moe.paged_stash.arithmetic import PoolModel, page_moves
 from megatron.core.transformer.moe.paged_stash.sizing import rounded_up
 from megatron.tools.run_log import read_run
+from megatron.training.arguments import parse_args
 from megatron.training.callbacks import PoolReport, RankTimes, RunStart, StashReport, StepReport
 from megatron.training.callbacks.console import format_training_line, shortage_words
 from megatron.training.callbacks.run_files import JsonlLog
 from megatron.training.callbacks.tensorboard import TensorBoardLog
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.config import LoggingConfig
 from megatron.training.meters.stash import StashMeter, advice_line, pages_to_keep_all, stash_timeline
 from megatron.training.step.expert_memory import StepFigures, rows_by_group, stash_events
@@ -32,7 +33,8 @@ from tests.harness import run_on_ranks
 from tests.structure.measure import ROOT
 from tests.unit_tests.training.small_reports import STEP
 
-ARGS = argparse.Namespace(log_interval=3, num_layers=5, mtp_num_layers=None, moe_paged_stash_buffer_bytes=None)
+FLAGS = "--num-layers 5 --hidden-size 8 --num-attention-heads 2 --log-interval 3"
+RUN_CONFIG = run_config_of(parse_args(argv=FLAGS.split()))
 SPECS = tuple(TensorSpec(width, width, 150, priority) for width, priority in zip((64, 128, 64), Priority))
 HIGH_WATERS = (Counter.HIGH_WATER_DEVICE, Counter.HIGH_WATER_HOST)
 COUNTED = (Counter.SPILLED_PAGES, Counter.PLANNED_PAGES, Counter.DROPPED_GATE_UP, Counter.DROPPED_ACT)
@@ -84,7 +86,7 @@ class Memory:
 
 def reports_of_rank(rank_steps: list[list[StepFigures]], rank: int) -> list[StashReport | None]:
     memory = Memory()
-    meter = StashMeter(memory, ARGS, device=torch.device("cpu"))
+    meter = StashMeter(memory, RUN_CONFIG, device=torch.device("cpu"))
     reports = []
     for iteration, step in enumerate(rank_steps[rank], 1):
         memory.last_step = step
@@ -230,7 +232,7 @@ def advised_by(
     device_pages: Callable[[int], int], *, has_notes: bool = True
 ) -> dict[int, tuple[tuple[str, ...], PoolReport]]:
     memory = Memory()
-    meter = StashMeter(memory, ARGS, device=torch.device("cpu"), has_notes=has_notes)
+    meter = StashMeter(memory, RUN_CONFIG, device=torch.device("cpu"), has_notes=has_notes)
     advised = {}
     for iteration in range(1, 67):
         memory.last_step = figures_of_step(0, iteration, device_pages=device_pages(iteration), host_pages=0)[0]
@@ -255,7 +257,7 @@ def test_a_run_advises_once_a_factor_for_typical_steps_that_often_recompute() ->
 @pytest.mark.parametrize("unknown", [{"reserve": ()}, {"layout": PoolLayout(512, 1000)}], ids=["order", "other reason"])
 def test_steps_that_recomputed_for_another_reason_get_no_factor_and_no_advice(unknown: dict[str, Any]) -> None:
     memory = Memory()
-    meter = StashMeter(memory, ARGS, device=torch.device("cpu"))
+    meter = StashMeter(memory, RUN_CONFIG, device=torch.device("cpu"))
     for iteration in range(1, 67):
         step = figures_of_step(0, iteration, device_pages=30, host_pages=0)[0]
         memory.last_step = replace(step, **unknown)
@@ -267,7 +269,7 @@ def test_steps_that_recomputed_for_another_reason_get_no_factor_and_no_advice(un
 
 def test_a_run_that_ends_among_its_first_steps_gets_no_advice() -> None:
     memory = Memory()
-    meter = StashMeter(memory, ARGS, device=torch.device("cpu"))
+    meter = StashMeter(memory, RUN_CONFIG, device=torch.device("cpu"))
     memory.last_step = figures_of_step(0, 1, device_pages=30, host_pages=0)[0]
     report = meter.measure(replace(STEP, iteration=20, is_last=True, notes=()))
     assert report.stash is not None and report.stash.pool is not None and report.stash.pool.dropped_act > 0

@@ -42,9 +42,9 @@ class StashSettings(Protocol):
     """Settings that determine sizes. TransformerConfig implements them."""
 
     hidden_size: int
-    moe_ffn_hidden_size: int | None
+    moe_ffn_hidden_size: int
     gated_linear_unit: bool
-    expert_tensor_parallel_size: int | None
+    expert_tensor_parallel_size: int
     recompute_modules: list[str] | None
     lora_rank: int | None
     lora_target_modules: list[str]
