@@ -232,7 +232,7 @@ def _check_value(where: str, value: Any, *, spec: FieldSpec, hint: Any) -> None:
     if value is None and (_allows_none(hint) or spec.filled_in):
         return
     if not _matches(value, hint):
-        raise ValueError(f"{where} is {value!r}: must be {_describe(hint)}")
+        raise ValueError(f"{where} is {value!r}: must be {_describe(hint | None if spec.filled_in else hint)}")
     for item in value if isinstance(value, (list, tuple)) else [value]:
         if spec.named is not None and not isinstance(item, str):
             item = next((name for name, named in spec.named.items() if named == item), item)

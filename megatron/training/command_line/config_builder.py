@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from megatron.core.config_field import field_dest, field_problems, field_spec
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.models.gpt.gpt_config import transformer_fields
+from megatron.core.models.gpt.gpt_config import GPTModelConfig, transformer_fields
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import FlagState, FlagTable, flag_table
@@ -62,6 +62,10 @@ def core_transformer_config_from_args(
     args: argparse.Namespace, config_class: type[TransformerConfig] = TransformerConfig
 ) -> TransformerConfig:
     """Builds the transformer's configuration, including fields implied by GPT flags such as --swiglu."""
+    # A script may have changed GPT flags since they were validated.
+    wrong = _value_problems(GPTModelConfig, vars(args))
+    if wrong:
+        raise CommandLineError("\n".join(wrong.values()))
     return build_config(config_class, vars(args))
 
 
@@ -89,14 +93,17 @@ def build_areas(args: argparse.Namespace) -> RunConfig:
 
 def invalid_values(args: argparse.Namespace) -> dict[str, str]:
     """Returns an error message, by argument name, for each value that is invalid regardless of other arguments."""
-    wrong = {}
-    for config_class in areas_with_flags().values():
-        dests = {field.name: field_dest(field) for field in dataclasses.fields(config_class)}
-        # None means not given. check_required reports missing values.
-        values = {name: value for name, value in _field_values(config_class, vars(args)).items() if value is not None}
-        problems = field_problems(config_class, values)
-        wrong.update({dests[name]: with_flag_names(message, flag_table()) for name, message in problems.items()})
-    return wrong
+    classes = areas_with_flags().values()
+    return {name: problem for one in classes for name, problem in _value_problems(one, vars(args)).items()}
+
+
+def _value_problems(config_class: type[Any], values: Mapping[str, Any]) -> dict[str, str]:
+    """Returns an error message, by argument name, for each value that a field of the class does not accept."""
+    dests = {field.name: field_dest(field) for field in dataclasses.fields(config_class)}
+    # None means not given. check_required reports missing values.
+    given = {name: value for name, value in _field_values(config_class, values).items() if value is not None}
+    problems = field_problems(config_class, given)
+    return {dests[name]: with_flag_names(message, flag_table()) for name, message in problems.items()}
 
 
 def _field_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any]:
