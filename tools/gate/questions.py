@@ -113,7 +113,7 @@ def _of_flags(catalog: Catalog, tree: Path, upstream: Mapping[str, list[str]]) -
             name = other.strip("-").replace("-", "_")
             if name != dest:
                 yield _parse([], yaml.safe_dump({name: 7}))
-    for words in (
+    for line in (
         "--num-layer 3",
         "books",
         "--num_layers 3",
@@ -123,7 +123,7 @@ def _of_flags(catalog: Catalog, tree: Path, upstream: Mapping[str, list[str]]) -
         "--bf16=1",
         "--lr 1 --lr 2",
     ):
-        yield _parse(words.split())
+        yield _parse(line.split())
     for text in ("", "3", "a: {b: 1}", "model: llama3-8b", "num_layers: 2\nnum-layers: 3", "num_layer: 3", "a: [1"):
         yield _parse([], text)
 
@@ -145,11 +145,11 @@ def _parse(argv: list[str], text: str | None = None) -> tuple[str, Question]:
 
 
 def _of_lines(catalog: Catalog, tree: Path, upstream: Mapping[str, list[str]]) -> Iterator[tuple[str, Question]]:
-    for line in _lines():
-        ranks, words = 1, shlex.split(line)
+    for given in _lines():
+        ranks, words = 1, shlex.split(given)
         if words[0].startswith("ranks="):
             ranks = int(words.pop(0).removeprefix("ranks="))
-        yield line, {"ask": "validate", "argv": words, "ranks": ranks}
+        yield given, {"ask": "validate", "argv": words, "ranks": ranks}
     for name, ranks, words in _lines_of_cases(tree / "tests" / "functional_tests"):
         yield name, {"ask": "validate", "argv": words, "ranks": ranks}
     for model in catalog["models"]:
@@ -237,7 +237,7 @@ def _written_value(default: Any) -> Any:
 
 
 def _providers(small: list[str]) -> Iterator[tuple[str, Question]]:
-    lines = (
+    lines: tuple[list[str], ...] = (
         [],
         ["--my-rate", "2", "--my-words", "a", "b", "--my-switch"],
         ["--my-rate", "fast"],
@@ -269,10 +269,11 @@ def _translations(catalog: Catalog, tree: Path, upstream: Mapping[str, list[str]
         text = f"torchrun --nproc-per-node 2 pretrain_gpt.py {shlex.join(words)}\n"
         yield f"translation of {name}", {"ask": "translate", "text": text, "words": []}
     for flag in catalog["flags"]:
-        for words in _translated_words(flag, upstream.get(flag["dest"], ())):
-            line = f"{_SMALL} {flag['flags'][0]} {words}".strip()
+        for value in _translated_words(flag, upstream.get(flag["dest"], ())):
+            given = f"{flag['flags'][0]} {value}"
+            line = f"{_SMALL} {given}".strip()
             text = f"torchrun --nproc-per-node 2 pretrain_gpt.py {line}\n"
-            yield f"translation of {flag['flags'][0]} {words}", {"ask": "translate", "text": text, "words": []}
+            yield f"translation of {given}", {"ask": "translate", "text": text, "words": []}
 
 
 def _translated_words(flag: Mapping[str, Any], choices: Sequence[str]) -> list[str]:
