@@ -79,6 +79,11 @@ class RunArguments(argparse.Namespace):
             raise _AbsentArgument(name, tuple(vars(self)))
         return defaults[name]
 
+    def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Returns the state of copies and pickles: dict and slots. Settings are built again from the copied dict."""
+        given = {"given": self.given} if hasattr(self, "given") else {}
+        return vars(self), {**given, "run_config": None}
+
 
 def given_arguments(args: argparse.Namespace) -> Mapping[str, str]:
     """Returns the source of each argument that was given, in words: the command line, a file, a preset or CHECKPOINT.

@@ -6,7 +6,7 @@ command_line/config_builder.py builds it from the parsed arguments. Everything b
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from megatron.core.config_field import field_dest
@@ -84,10 +84,15 @@ class RunConfig:
             if name not in _areas():
                 raise AttributeError(f"RunConfig has no area {name!r}; areas: {', '.join(_areas())}")
             config_class, names = _areas()[name]
-            values = [self.values.get(name) for name in names]
+            values = self._values_of(names)
             if name not in self._built or self._built[name][0] != values:
                 self._built[name] = values, self._build(config_class, self.values)
             return self._built[name][1]
+
+    def _values_of(self, names: Sequence[str]) -> list[Any]:
+        # Copies of lists, because a script may append to them.
+        values = [self.values.get(name) for name in names]
+        return [[*value] if isinstance(value, list) else value for value in values]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RunConfig) and self.values == other.values
@@ -102,7 +107,7 @@ class RunConfig:
         """Copies fields that an area has computed to the arguments of the same names, where scripts read them."""
         config = getattr(self, area)
         self.values.update({name: vars(config)[name] for name in names})
-        self._built[area] = [self.values.get(name) for name in _areas()[area][1]], config
+        self._built[area] = self._values_of(_areas()[area][1]), config
 
     def batch_sizes(self) -> NumMicroBatches:
         """Returns the batch sizes of the run. Raises ValueError if they do not divide into microbatches."""
