@@ -1,5 +1,6 @@
 """Settings that select the parts of a step to run as CUDA graphs. The graphs are in cuda_graphs.py."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -42,6 +43,15 @@ class CudaGraphConfig:
         return self.cuda_graph_impl == "local" and (
             not self.cuda_graph_modules or bool({"moe", "experts"} & set(self.cuda_graph_modules))
         )
+
+
+def graphed_modules(given: Sequence[str], has_experts: Sequence[int]) -> Sequence[str]:
+    """Returns the parts of layers that cuda_graph_impl "local" captures: by default attention and feed-forward layers.
+
+    given: cuda_graph_modules. has_experts: 1 for each layer of the model with experts, and 0 for each dense layer.
+    """
+    feed_forward = [name for name, kind in (("mlp", 0), ("moe", 1)) if kind in has_experts]
+    return given or ["attn", *feed_forward]
 
 
 def normalize_graph_modules(config: CudaGraphConfig) -> None:

@@ -236,13 +236,6 @@ class TransformerConfig(
             else self.params_dtype
         )
 
-    @property
-    def graphed_modules(self) -> list[str]:
-        """The parts of layers that cuda_graph_impl "local" captures: by default attention and feed-forward layers."""
-        has_experts = layers_with_experts(self.num_moe_experts, self.moe_layer_freq, num_layers=self.num_layers)
-        feed_forward = [name for name, kind in (("mlp", 0), ("moe", 1)) if kind in has_experts]
-        return self.cuda_graph_modules or ["attn", *feed_forward]
-
 
 def _other_default(name: str, default: Any) -> Any:
     """Returns a copy of a TransformerConfig field with a different default."""
@@ -478,7 +471,7 @@ def validate_layout_of_experts(config: TransformerConfig) -> None:
     validate_lora(
         config,
         grouped_experts=config.moe_grouped_gemm,
-        expert_parts=1 if config.num_moe_experts is None else config.expert_tensor_parallel_size or 1,
+        expert_parts=1 if config.num_moe_experts is None else config.expert_tensor_parallel_size,
         itemsize=config.compute_itemsize,
     )
     if config.num_moe_experts is None:

@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.core.transformer.cuda_graph_config import OF_EXPERTS
+from megatron.core.transformer.cuda_graph_config import OF_EXPERTS, graphed_modules
 from megatron.core.transformer.moe_config import layers_with_experts
 
 
@@ -52,13 +52,6 @@ def check_optimizer_graph(args: argparse.Namespace) -> Iterator[str]:
             f"--start-weight-decay is {start} and --end-weight-decay is {end}: --optimizer-cuda-graph captures a "
             "constant weight decay; use only --weight-decay"
         )
-
-
-def graph_modules(args: argparse.Namespace) -> list[str]:
-    """Returns --cuda-graph-modules, which default to attention and feed-forward layers for --cuda-graph-impl local."""
-    has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
-    feed_forward = [name for name, kind in (("mlp", 0), ("moe", 1)) if kind in has_experts]
-    return args.cuda_graph_modules or ["attn", *feed_forward]
 
 
 def _graph_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
@@ -135,8 +128,8 @@ def _dispatch_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
 
 def _module_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
     """Returns conflicts with the modules that --cuda-graph-impl local captures, as in _graph_conflicts."""
-    modules = set(graph_modules(args))
     has_experts = layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
+    modules = set(graphed_modules(args.cuda_graph_modules, has_experts))
     of_experts = sorted(modules & OF_EXPERTS)
     recomputes_experts = args.moe_layer_recompute or "moe" in (args.recompute_modules or ())
     return [

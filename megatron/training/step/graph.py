@@ -21,8 +21,11 @@ from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.timers import Timers
+from megatron.core.transformer.cuda_graph_config import graphed_modules
 from megatron.core.transformer.cuda_graphs import CudaGraphManager
 from megatron.core.transformer.moe.paged_stash import PagedStash
+from megatron.core.transformer.moe_config import layers_with_experts
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.config import RunConfig
 from megatron.training.step.expert_memory import ExpertMemory
@@ -46,11 +49,12 @@ def build_step_graph(
     if device is None:
         return None
     graph: FullCudaGraphWrapper | CudaGraphManager
-    if run_config.transformer.cuda_graph_impl == "local":
-        graph = _graphed_parts(run_config, model, device=device, memory=memory)
+    config = run_config.transformer
+    if config.cuda_graph_impl == "local":
+        graph = _graphed_parts(config, model, device=device, memory=memory)
     else:
         graph = _graphed_passes(
-            run_config, model, device=device, finalize=finalize, update=update, timers=timers, memory=memory
+            config, model, device=device, finalize=finalize, update=update, timers=timers, memory=memory
         )
     if memory is not None:
         memory.release_graphs = partial(_release, graph)
@@ -65,7 +69,7 @@ def _release(graph: FullCudaGraphWrapper | CudaGraphManager) -> None:
 
 
 def _graphed_passes(
-    run_config: RunConfig,
+    config: TransformerConfig,
     model: Sequence[nn.Module],
     *,
     device: GraphDevice,
@@ -85,7 +89,7 @@ def _graphed_passes(
         participants.append(GraphedExperts(memory))
     return FullCudaGraphWrapper(
         get_forward_backward_func(),
-        run_config.transformer.cuda_graph_warmup_steps,
+        config.cuda_graph_warmup_steps,
         device=device,
         participants=participants,
         follow_up=follow_up,
@@ -93,11 +97,13 @@ def _graphed_passes(
 
 
 def _graphed_parts(
-    run_config: RunConfig, model: Sequence[nn.Module], *, device: GraphDevice, memory: ExpertMemory | None
+    config: TransformerConfig, model: Sequence[nn.Module], *, device: GraphDevice, memory: ExpertMemory | None
 ) -> CudaGraphManager:
+    has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
+    modules = graphed_modules(config.cuda_graph_modules, has_experts)
     manager = CudaGraphManager(
         get_forward_backward_func(),
-        run_config.transformer.cuda_graph_warmup_steps,
+        config.cuda_graph_warmup_steps,
         device=device,
         fingerprint=lambda: None if memory is None else memory.epoch,
     )
@@ -105,7 +111,7 @@ def _graphed_parts(
         wait = None
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             wait = partial(chunk.wait_params, prefetch=True)
-        manager.graph_layers(chunk, modules=run_config.transformer.graphed_modules, wait_for_params=wait)
+        manager.graph_layers(chunk, modules=modules, wait_for_params=wait)
     return manager
 
 
