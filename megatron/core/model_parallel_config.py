@@ -118,6 +118,11 @@ class ParallelLayoutConfig:
     def __post_init__(self) -> None:
         validate_fields(self)
 
+    @property
+    def sequence_parts(self) -> int:
+        """Number of ranks over which the hidden states of a sequence are divided between layers."""
+        return self.context_parallel_size * (self.tensor_model_parallel_size if self.sequence_parallel else 1)
+
 
 @dataclass(kw_only=True)
 class PipelineConfig:

@@ -23,8 +23,8 @@ dist.Backend.register_backend(_BACKEND, _create_fake_pg, extended_api=True, devi
 def fake_rank(run_config: RunConfig, rank: int, *, world_size: int) -> Iterator[ProcessGroupCollection]:
     """Makes this process act as `rank` of `world_size` inside the block, and yields the rank's process groups.
 
-    Sets parallel_state to the layout of args. Raises ValueError if its sizes do not divide world_size, and RuntimeError
-    if process groups already exist.
+    Sets parallel_state to the layout of the run. Raises ValueError if its sizes do not divide world_size, and
+    RuntimeError if process groups already exist.
     """
     if dist.is_initialized():
         raise RuntimeError("this process already has process groups: destroy them first")

@@ -12,6 +12,8 @@ from itertools import product
 
 from torch import nn
 
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner.layer_costs import ModelCosts, measure_memory
 from megatron.planner.layout_space import EXPERT_FLAGS, Experts, Recompute, recompute_flags, recompute_modules
 from megatron.planner.plan import ForwardStep, Plan
@@ -94,7 +96,7 @@ class _Choice:
 class Planner:
     """Plans the run of a command line, and the same run with additional flags.
 
-    reread: appends words to the command line and returns the validated arguments. plan: plans validated arguments.
+    reread: appends words to the command line and returns its settings. plan: plans a run with given settings.
     """
 
     def __init__(
@@ -110,7 +112,7 @@ class Planner:
         self._costs: dict[tuple[object, ...], ModelCosts] = {}
 
     def changed(self, words: Sequence[str]) -> RunConfig | None:
-        """Returns the arguments with these words appended, or None if the run rejects them."""
+        """Returns the settings with these words appended, or None if the run rejects them."""
         try:
             # Messages about the command line were printed when it was first parsed.
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
@@ -119,7 +121,7 @@ class Planner:
             return None
 
     def quick_peak(self, run_config: RunConfig, plan: Plan) -> int | None:
-        """Estimates the peak bytes with changed arguments, or returns None if the quick plan does not support them.
+        """Estimates the peak bytes with changed settings, or returns None if the quick plan does not support them.
 
         plan: the plan without the change, which provides the temporary memory of passes and updates.
         """
@@ -199,8 +201,9 @@ def changes_of(run_config: RunConfig) -> Iterator[tuple[str, ...]]:
     """
     if run_config.training.skip_train:
         return
+    transformer = run_config.transformer
     # Offloading is last, where order() finds it.
-    kinds = [_sharding(run_config), _experts(run_config), _recompute(run_config), _offload(run_config)]
+    kinds = [_sharding(run_config), _experts(transformer), _recompute(transformer), _offload(run_config.optimizer)]
 
     def order(chosen: tuple[_Choice, ...]) -> tuple[int, int, int]:
         return chosen[-1].cost, sum(one.cost > 0 for one in chosen), sum(one.cost for one in chosen)
@@ -223,26 +226,21 @@ def _sharding(run_config: RunConfig) -> list[_Choice]:
     return found
 
 
-def _experts(run_config: RunConfig) -> list[_Choice]:
+def _experts(config: TransformerConfig) -> list[_Choice]:
     # Experts that drop tokens use other buffers.
-    transformer = run_config.transformer
-    if (
-        transformer.num_moe_experts is None
-        or transformer.moe_paged_stash
-        or transformer.moe_expert_capacity_factor is not None
-    ):
+    drops_tokens = config.moe_expert_capacity_factor is not None
+    if config.num_moe_experts is None or config.moe_paged_stash or drops_tokens:
         return []
-    has_buffers = transformer.moe_expert_rank_capacity_factor is not None
+    has_buffers = config.moe_expert_rank_capacity_factor is not None
     return [_Choice(4, ("--moe-paged-stash",) if has_buffers else EXPERT_FLAGS[Experts.PAGED])]
 
 
-def _recompute(run_config: RunConfig) -> list[_Choice]:
+def _recompute(config: TransformerConfig) -> list[_Choice]:
     """Returns recompute choices, each including the parts already recomputed. Whole layers only if none are given."""
-    transformer = run_config.transformer
-    if transformer.recompute_granularity == "full":
+    if config.recompute_granularity == "full":
         return []
-    given = tuple(transformer.recompute_modules or ()) if transformer.recompute_granularity == "selective" else ()
-    parts = recompute_modules(run_config)
+    given = tuple(config.recompute_modules or ()) if config.recompute_granularity == "selective" else ()
+    parts = recompute_modules(config)
     found = []
     for cost, choice in ((3, Recompute.CHEAP), (5, Recompute.FEED_FORWARD)):
         modules = tuple(dict.fromkeys([*given, *parts[choice]]))
@@ -251,9 +249,9 @@ def _recompute(run_config: RunConfig) -> list[_Choice]:
     return found if given else [*found, _Choice(6, recompute_flags(Recompute.LAYERS, ()))]
 
 
-def _offload(run_config: RunConfig) -> list[_Choice]:
+def _offload(config: OptimizerConfig) -> list[_Choice]:
     # Activation offloading is not offered, because recomputing layers saves more device memory.
-    is_refused = run_config.optimizer.optimizer_cpu_offload or run_config.optimizer.optimizer == "muon"
+    is_refused = config.optimizer_cpu_offload or config.optimizer == "muon"
     return [] if is_refused else [_Choice(7, ("--optimizer-cpu-offload",))]
 
 

@@ -276,19 +276,16 @@ def _scaled(number: int, factor: Fraction) -> int:
     return number * factor.numerator // factor.denominator
 
 
-def layer_kinds(run_config: RunConfig) -> list[LayerKind]:
+def layer_kinds(config: TransformerConfig) -> list[LayerKind]:
     """Returns the kind of each layer in the model, in order, excluding multi-token prediction layers."""
-    transformer = run_config.transformer
-    experts = layers_with_experts(
-        transformer.num_moe_experts, transformer.moe_layer_freq, num_layers=transformer.num_layers
-    )
-    windows = [transformer.window_of_layer(number) is not None for number in range(1, transformer.num_layers + 1)]
+    experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
+    windows = [config.window_of_layer(number) is not None for number in range(1, config.num_layers + 1)]
     return [LayerKind(bool(has), window) for has, window in zip(experts, windows, strict=True)]
 
 
-def distinct_kinds(run_config: RunConfig) -> list[LayerKind]:
+def distinct_kinds(config: TransformerConfig) -> list[LayerKind]:
     """Returns each kind of layer once, ending with the last layer's kind, which multi-token prediction layers share."""
-    every = layer_kinds(run_config)
+    every = layer_kinds(config)
     return [*(kind for kind in dict.fromkeys(every) if kind != every[-1]), every[-1]]
 
 
@@ -369,7 +366,7 @@ def measure_memory(
     saved per layer; one layer is faster. Raises ValueError as the run would for a layer that cannot be built, and for
     models other than GPTModel.
     """
-    kinds = distinct_kinds(run_config)
+    kinds = distinct_kinds(run_config.transformer)
     probe = with_known_rows(probe_config(run_config, [kind for kind in kinds for _ in range(of_each_kind)]))
     parts: dict[str, PartCost] = {}
     for stage, rank in enumerate(pipeline_of(probe, 0)):
@@ -408,14 +405,13 @@ def _num_expert_layers(model: nn.Module) -> int:
 
 def _parts_of(model: nn.Module, run_config: RunConfig, *, forward_step: ForwardStep) -> dict[str, PartCost]:
     """Returns the bytes of each part: the embedding, each numbered layer, and the end."""
+    in_fp32 = run_config.ddp.grad_reduce_in_fp32
     params: dict[str, list[ParamSize]] = {}
     other: Counter[str] = Counter()
     for name, param in model.named_parameters():
         part = part_of_name(name) or END
         if param.requires_grad:
-            flat_buffer = buffer_kind(
-                param, grad_reduce_in_fp32=not run_config.gradient_reduction.grad_reduce_in_bf16, experts_apart=True
-            )
+            flat_buffer = buffer_kind(param, grad_reduce_in_fp32=in_fp32, experts_apart=True)
             param_size = ParamSize(param.numel(), flat_buffer, own_bucket=param_facts(param).shared_embedding)
             params.setdefault(part, []).append(param_size)
         else:
@@ -460,11 +456,8 @@ def _static_rows(model: nn.Module, run_config: RunConfig) -> StaticRows | None:
         return None
     assert isinstance(dispatchers[0], MoEStaticTokenDispatcher), "a plan counts rows in static buffers"
     budget = dispatchers[0].budget
-    shared = transformer.context_parallel_size * (
-        transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1
-    )
-    tokens = run_config.data.seq_length * run_config.training.micro_batch_size // shared
-    balanced = tokens * budget.topk * (transformer.expert_tensor_parallel_size)
+    tokens = run_config.data.seq_length * run_config.training.micro_batch_size // transformer.sequence_parts
+    balanced = tokens * budget.topk * transformer.expert_tensor_parallel_size
     return StaticRows(budget.rows_of_rank(tokens), balanced)
 
 
@@ -486,6 +479,7 @@ def _chunk_cost(
         first, own = parts[f"layer {number - 1}"].saved, parts[f"layer {number}"].saved
         saved.update({kind: first.get(kind, 0) - own.get(kind, 0) for kind in {**first, **own}})
     other, further = 0, run_config.transformer.mtp_num_layers or 0
+    num_layers, num_built = (config.transformer.num_layers + further for config in (run_config, probe))
     for part in model.modules():
         size = sum(buffer.nbytes for buffer in part.buffers(recurse=False))
         if isinstance(part, RotaryEmbedding):
@@ -493,9 +487,7 @@ def _chunk_cost(
         elif isinstance(part, AuxLossRecorder):
             # The recorder stores tables with a row for each layer of the model, and one number.
             alone = part.backward_scale.nbytes
-            other += alone + (size - alone) // (probe.transformer.num_layers + further) * (
-                run_config.transformer.num_layers + further
-            )
+            other += alone + (size - alone) // num_built * num_layers
     return PartCost((), other, {kind: size for kind, size in saved.items() if size})
 
 
@@ -514,7 +506,7 @@ def measure_work(
     backward kernels may be attributed to the part before it. has_all_replicas: whether the short run has as many
     data-parallel ranks as the run. Raises ValueError as the run would for a layer that cannot be built.
     """
-    kinds = distinct_kinds(run_config)
+    kinds = distinct_kinds(run_config.transformer)
     pattern = [kind for kind in kinds for _ in range(of_each_kind)]
     probe = probe_config(run_config, pattern, has_all_replicas=has_all_replicas)
     stages = []
@@ -546,7 +538,7 @@ def _trace_stage(
 ) -> tuple[dict[str, PartWork], StepWork]:
     """Runs a step of one stage of the short model. Returns the work of each part, and the work once per step."""
     model, optimizer, _ = build_model_and_optimizer(model_provider, run_config)
-    recorder = _PartRecorder(model[0], live_rows=live_rows(model), spans=_param_spans(model[0], run_config))
+    recorder = _PartRecorder(model[0], live_rows=live_rows(model), spans=_param_spans(model[0]))
     messages = _PartMessages(groups, recorder)
     with traced_steps(
         run_config, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=recorder.note
@@ -584,15 +576,12 @@ class _ParamSpan:
     shape: tuple[int, ...]
 
 
-def _param_spans(chunk: nn.Module, run_config: RunConfig) -> dict[int, list[_ParamSpan]]:
+def _param_spans(chunk: nn.Module) -> dict[int, list[_ParamSpan]]:
     """Maps the storages of a chunk's parameters and gradients to their spans, whose layouts are equal."""
     found: dict[int, list[_ParamSpan]] = {}
     for param in chunk.parameters():
-        kind = buffer_kind(
-            param, grad_reduce_in_fp32=not run_config.gradient_reduction.grad_reduce_in_bf16, experts_apart=True
-        )
         start = int(param.storage_offset())
-        span = _ParamSpan(start, start + param.numel(), kind.is_expert, tuple(param.shape))
+        span = _ParamSpan(start, start + param.numel(), param_facts(param).is_expert, tuple(param.shape))
         found.setdefault(storage_id(param.untyped_storage()), []).append(span)
     assert isinstance(chunk, _BaseDataParallel), "the chunk is wrapped as in a run"
     for buffer in chunk.all_buffers:

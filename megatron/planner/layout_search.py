@@ -14,6 +14,7 @@ from itertools import islice
 
 from torch import nn
 
+from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.pipeline_parallel.schedule import stage_orders
 from megatron.planner.layer_costs import (
     EMBEDDING,
@@ -205,7 +206,7 @@ def _nearest(candidates: Iterable[tuple[Cost, Layout]], costs: "LayoutCosts") ->
 class LayoutCosts:
     """Estimates and measures layouts of one command line.
 
-    words: its flags, excluding layout flags. args: validated arguments of these flags on one rank. last_refusal: error
+    words: its flags, excluding layout flags. run_config: the settings of these flags on one rank. last_refusal: error
     message of the last layout that the run rejected.
     """
 
@@ -221,9 +222,9 @@ class LayoutCosts:
     ) -> None:
         self._words, self._run_config, self._space, self._device = tuple(words), run_config, space, device
         self._provider, self._forward_step = model_provider, forward_step
-        self._kinds = layer_kinds(run_config)
+        self._kinds = layer_kinds(run_config.transformer)
         self._overlapped_by = overlap_of(run_config).overlapped_by
-        self._given_sharding = _sharding_of(run_config)
+        self._given_sharding = _sharding_of(run_config.ddp)
         self._refusals: Counter[tuple[object, ...]] = Counter()
         # Measured costs and the layout they belong to: memory by kind, latest memory by tensor sizes, and work by kind.
         self._measured_memory: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
@@ -490,10 +491,9 @@ class LayoutCosts:
 
     def _step_time(self, run_config: RunConfig, costs: ModelCosts, *, stages: Sequence[RankMemory]) -> StepTime:
         setup_tokenizer(run_config)  # pads the vocabulary for the layout
-        shape, ddp_config = shape_of(run_config), run_config.ddp
-        tokens = run_config.training.micro_batch_size * run_config.data.seq_length // (shape.tensor * shape.context)
+        shape, transformer, seq_length = shape_of(run_config), run_config.transformer, run_config.data.seq_length
+        tokens = run_config.training.micro_batch_size * seq_length // (shape.tensor * shape.context)
         samples = run_config.training.micro_batch_size * run_config.launch.data_parallel_size
-        transformer = run_config.transformer
         hidden_bytes = tokens * transformer.hidden_size * transformer.hidden_dtype.itemsize
         flops = num_floating_point_operations(run_config, 1)
 
@@ -504,7 +504,7 @@ class LayoutCosts:
                     costs,
                     short,
                     stage=stage,
-                    ddp_config=ddp_config,
+                    ddp_config=run_config.ddp,
                     hidden_bytes=hidden_bytes,
                     state_bytes=memory.states.masters + memory.states.moments,
                 )
@@ -516,7 +516,7 @@ class LayoutCosts:
                 device=self._device,
                 overlap=overlap_of(run_config),
                 in_node=in_node_ranks(shape, self._device.devices_per_node),
-                tokens=num_microbatches * samples * run_config.data.seq_length,
+                tokens=num_microbatches * samples * seq_length,
                 flops_per_rank=flops * num_microbatches * samples / shape.world_size,
             )
 
@@ -524,8 +524,7 @@ class LayoutCosts:
         return replace(time, spans=[])  # unused, and large for many layouts
 
 
-def _sharding_of(run_config: RunConfig) -> Sharding:
-    ddp_config = run_config.ddp
+def _sharding_of(ddp_config: DistributedDataParallelConfig) -> Sharding:
     if ddp_config.shard_gradients:
         return Sharding.GRADIENTS
     return Sharding.STATES if ddp_config.use_distributed_optimizer else Sharding.NOTHING

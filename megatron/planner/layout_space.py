@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.transformer.pipeline_split import layers_per_part
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner.layer_costs import LayerKind, layer_kinds
 from megatron.planner.stage_costs import check_counted
 from megatron.training.arguments import parse_args, validate_args
@@ -360,7 +361,7 @@ def _fixed_split(args: argparse.Namespace, given: Set[str]) -> dict[str, Any]:
 
 
 def _space_of(run_config: RunConfig, *, world_size: int, devices_per_node: int, fixed: Mapping[str, Any]) -> Space:
-    kinds = layer_kinds(run_config)
+    kinds = layer_kinds(run_config.transformer)
     transformer = run_config.transformer
     flops, end = layer_flops(run_config, kinds)
     return Space(
@@ -373,22 +374,21 @@ def _space_of(run_config: RunConfig, *, world_size: int, devices_per_node: int, 
         devices_per_node=devices_per_node,
         layer_costs=tuple(flops[kind] for kind in kinds),
         end_cost=end,
-        recompute_modules=recompute_modules(run_config),
+        recompute_modules=recompute_modules(transformer),
         further_layers=transformer.mtp_num_layers or 0,
         fixed=fixed,
     )
 
 
-def recompute_modules(run_config: RunConfig) -> dict[Recompute, tuple[str, ...]]:
+def recompute_modules(config: TransformerConfig) -> dict[Recompute, tuple[str, ...]]:
     """Returns, for each choice, the modules of this model that it recomputes."""
-    transformer = run_config.transformer
-    has_dense = any(not kind.has_experts for kind in layer_kinds(run_config))
+    has_dense = any(not kind.has_experts for kind in layer_kinds(config))
     cheap = {
         "layernorm": True,
-        "moe_act": transformer.num_moe_experts is not None and transformer.moe_grouped_gemm,
-        "mla_up_proj": transformer.multi_latent_attention,
+        "moe_act": config.num_moe_experts is not None and config.moe_grouped_gemm,
+        "mla_up_proj": config.multi_latent_attention,
     }
-    whole = {"mlp": has_dense, "moe": transformer.num_moe_experts is not None}
+    whole = {"mlp": has_dense, "moe": config.num_moe_experts is not None}
     return {
         Recompute.CHEAP: tuple(name for name, there in cheap.items() if there),
         Recompute.FEED_FORWARD: tuple(name for name, there in whole.items() if there),

@@ -27,6 +27,7 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash.sizing import check_effect
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import AsFusedKernels, SavedBytes, SavedSizes, peak_bytes
@@ -267,14 +268,15 @@ def plan_run(
             )
             stages.append(build.plan(rank, forward_step=forward_step_func, traces=traces))
             stashed.append(build.stash_events)
-    if run_config.transformer.moe_paged_stash and not run_config.training.skip_train and only_stages is None:
+    transformer = run_config.transformer
+    if transformer.moe_paged_stash and not run_config.training.skip_train and only_stages is None:
         with flags_named_in_errors():
             check_effect(stashed)
     # All ranks exchange the sums of every loss that any rank reports.
     names = {name for trace in traces.values() for name in trace.step.names}
     stages = [replace(one, load=with_names(one.load, len(names))) for one in stages]
     sizes = {key: size for stage in stages for key, size in stage.sizes.items()}
-    total, active = count_of(sizes, run_config.transformer)
+    total, active = count_of(sizes, transformer)
     return Plan(
         stages,
         num_parameters=total,
@@ -282,7 +284,7 @@ def plan_run(
         num_microbatches=run_config.batch_sizes().final_num_microbatches,
         is_balanced=_has_dynamic_rows(run_config),
         flops_per_sample=num_floating_point_operations(run_config, 1),
-        substitutions=substitutions(run_config),
+        substitutions=substitutions(transformer),
     )
 
 
@@ -303,11 +305,8 @@ def pipeline_of(run_config: RunConfig, number: int) -> list[int]:
 
 def _pipelines(run_config: RunConfig) -> list[list[int]]:
     transformer = run_config.transformer
-    tp, pp, cp = (
-        transformer.tensor_model_parallel_size,
-        transformer.pipeline_model_parallel_size,
-        transformer.context_parallel_size,
-    )
+    tp, cp = transformer.tensor_model_parallel_size, transformer.context_parallel_size
+    pp = transformer.pipeline_model_parallel_size
     order = "tp-cp-ep-pp-dp" if run_config.distributed.use_tp_pp_dp_mapping else DEFAULT_ORDER
     return RankGenerator(tp, 1, run_config.launch.world_size // (tp * pp * cp), pp, cp, order).get_ranks("pp")
 
@@ -315,11 +314,8 @@ def _pipelines(run_config: RunConfig) -> list[list[int]]:
 @contextmanager
 def as_rank(run_config: RunConfig, rank: int) -> Iterator[ProcessGroupCollection]:
     """Makes this process act as a rank inside the block, on the meta device. Publishes the arguments to scripts."""
-    with (
-        fake_rank(run_config, rank, world_size=run_config.launch.world_size) as groups,
-        without_memory(),
-        torch.device("meta"),
-    ):
+    world_size = run_config.launch.world_size
+    with fake_rank(run_config, rank, world_size=world_size) as groups, without_memory(), torch.device("meta"):
         try:
             _publish(run_config)
             setup_batches(run_config)
@@ -418,11 +414,8 @@ class _RankBuild:
 
     def _trace(self, forward_step: ForwardStep, traces: _Traces) -> StageTrace:
         """Returns the trace of the stage, which stages of the same structure and position share."""
-        is_first, is_last = (
-            self._stage == 0,
-            self._stage == self._run_config.transformer.pipeline_model_parallel_size - 1,
-        )
-        key = structure_of(self._model), is_first, is_last
+        last = self._run_config.transformer.pipeline_model_parallel_size - 1
+        key = structure_of(self._model), self._stage == 0, self._stage == last
         if key not in traces:
             traces[key] = self._new_trace(forward_step)
         return traces[key]
@@ -527,10 +520,8 @@ def saved_by(
         if isinstance(part, MoELayer) and part.expert_step is not None:
             part.expert_step.begin()
     if not inner.pre_process:
-        parts = transformer.context_parallel_size * (
-            transformer.tensor_model_parallel_size if transformer.sequence_parallel else 1
-        )
-        shape = run_config.data.seq_length // parts, run_config.training.micro_batch_size, transformer.hidden_size
+        length = run_config.data.seq_length // transformer.sequence_parts
+        shape = length, run_config.training.micro_batch_size, transformer.hidden_size
         inner.set_input_tensor(torch.zeros(shape, dtype=inner.config.hidden_dtype, requires_grad=True))
     saved = SavedBytes(chunk, persistent=[*parameter_tensors([chunk]), *gradient_tensors([chunk])], kind_of=kind_of)
     with saved.counting(), AsFusedKernels():
@@ -571,13 +562,12 @@ def buffer_layouts(model: Sequence[nn.Module]) -> Iterator[BufferLayout]:
             )
 
 
-def substitutions(run_config: RunConfig) -> tuple[str, ...]:
+def substitutions(config: TransformerConfig) -> tuple[str, ...]:
     """Returns sentences about parts of the run that the plan replaces with others, such as a dispatcher's backend."""
-    transformer = run_config.transformer
-    if transformer.num_moe_experts is None or transformer.moe_token_dispatcher_type != "flex":
+    if config.num_moe_experts is None or config.moe_token_dispatcher_type != "flex":
         return ()
     return (
-        f"--moe-flex-dispatcher-backend {transformer.moe_flex_dispatcher_backend} is planned with the rows of "
+        f"--moe-flex-dispatcher-backend {config.moe_flex_dispatcher_backend} is planned with the rows of "
         "--moe-token-dispatcher-type alltoall, which fills the same buffers; the library's own memory and its "
         "deduplication of messages are not included",
     )

@@ -156,15 +156,14 @@ def _layout(run_config: RunConfig) -> str:
 def layout_sizes(run_config: RunConfig) -> dict[str, int]:
     """Returns the parallel sizes of a run by name. `expert tensor` is left out for models without experts."""
     transformer = run_config.transformer
-    tensor = transformer.tensor_model_parallel_size
-    experts = {} if transformer.num_moe_experts is None else {"expert tensor": transformer.expert_tensor_parallel_size}
+    has_experts = transformer.num_moe_experts is not None
     return {
-        "tensor": tensor,
+        "tensor": transformer.tensor_model_parallel_size,
         "pipeline": transformer.pipeline_model_parallel_size,
         "virtual": transformer.virtual_pipeline_model_parallel_size or 1,
         "context": transformer.context_parallel_size,
         "expert": transformer.expert_model_parallel_size,
-        **experts,
+        **({"expert tensor": transformer.expert_tensor_parallel_size} if has_experts else {}),
         "data": run_config.launch.data_parallel_size,
     }
 

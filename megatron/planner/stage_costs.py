@@ -90,9 +90,9 @@ class Shape:
 
 
 def shape_of(run_config: RunConfig) -> Shape:
-    """Extracts the layout's sizes from validated arguments."""
+    """Extracts the layout's sizes from the settings of a run."""
     transformer = run_config.transformer
-    kinds = iter(layer_kinds(run_config))
+    kinds = iter(layer_kinds(transformer))
     counts = layers_per_part(transformer, num_layers=transformer.num_layers)
     return Shape(
         world_size=run_config.launch.world_size,
@@ -127,18 +127,17 @@ def check_counted(run_config: RunConfig) -> None:
 def quick_stages(run_config: RunConfig, costs: ModelCosts) -> list[RankMemory]:
     """Returns the memory of the first rank of each stage, without temporary memory and offloaded activations.
 
-    args: validated. costs: measured for these args. Raises CommandLineError for flags whose memory only a dry run
+    costs: measured for these settings. Raises CommandLineError for flags whose memory only a dry run
     can compute.
     """
     check_counted(run_config)
-    shape, ddp_config = shape_of(run_config), run_config.ddp
-    optimizer_config = run_config.optimizer
+    shape, ddp, optimizer = shape_of(run_config), run_config.ddp, run_config.optimizer
     stages = []
     for stage in range(shape.stages):
         pages = stash_bytes(costs, shape, stage=stage)
         stages.append(
             RankMemory(
-                model_states(costs, shape, stage=stage, ddp_config=ddp_config, optimizer_config=optimizer_config),
+                model_states(costs, shape, stage=stage, ddp_config=ddp, optimizer_config=optimizer),
                 pages,
                 peak_activations(costs, shape, stage=stage, stashes=pages.total > 0),
             )

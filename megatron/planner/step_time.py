@@ -144,11 +144,10 @@ def run_time(plan: Plan, run_config: RunConfig, *, device: Device) -> StepTime |
 
 def overlap_of(run_config: RunConfig) -> Overlap:
     """Determines from the flags which communication overlaps with computation."""
-    ddp = run_config.ddp
-    transformer = run_config.transformer
-    overlapped_by: dict[str, tuple[str, ...]] = (
-        {"ep": ("shared experts",)} if transformer.moe_shared_expert_overlap else {}
-    )
+    ddp, transformer = run_config.ddp, run_config.transformer
+    overlapped_by: dict[str, tuple[str, ...]] = {}
+    if transformer.moe_shared_expert_overlap:
+        overlapped_by["ep"] = ("shared experts",)
     if transformer.cp_comm_type in ("p2p", ["p2p"]):
         # Ring attention computes on one block while the next one is sent.
         overlapped_by["cp"] = ("attention",)

@@ -32,6 +32,7 @@ from megatron.core.transformer.moe.dispatch_alltoall import MoEAlltoAllTokenDisp
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import AsFusedKernels
 from megatron.planner.recorders import LiveBytes, MessageRecorder, WorkRecorder
@@ -213,10 +214,8 @@ def traced_steps(
     )
     layers = [part for chunk in unwrap_model(model) for part in chunk.modules() if isinstance(part, MoELayer)]
     static = [layer for layer in layers if layer.expert_step is not None]
-    if (
-        run_config.transformer.num_moe_experts is not None
-        and run_config.transformer.moe_expert_rank_capacity_factor is not None
-    ):
+    config = run_config.transformer
+    if config.num_moe_experts is not None and config.moe_expert_rank_capacity_factor is not None:
         # Also set on stages without experts, because all ranks exchange the same number of flags.
         steps.memory = _TracedMemory(static)
     steps.statistics = statistics = _NamedStatistics(dist.group.WORLD)
@@ -224,7 +223,7 @@ def traced_steps(
     optimizer.reload_model_params()
     _run_fsdp_on_meta(model)
     _route_evenly(run_config, layers, groups=groups)
-    with NoValues(_even_share(run_config, layers, groups=groups)), AsFusedKernels(note):
+    with NoValues(_even_share(config, layers, groups=groups)), AsFusedKernels(note):
         yield TracedSteps(steps, optimizer, statistics)
 
 
@@ -243,14 +242,9 @@ def _run_fsdp_on_meta(model: Sequence[nn.Module]) -> None:
 
 def _route_evenly(run_config: RunConfig, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection) -> None:
     """Makes MoE layers use the row counts of even routing instead of reading them from the device, in place."""
-    tokens = (
-        run_config.training.micro_batch_size
-        * run_config.data.seq_length
-        // (group_size(groups.cp) * group_size(groups.tp))
-    )
-    num_rows = round(_kept_share(run_config) * tokens * run_config.transformer.moe_router_topk) * group_size(
-        groups.expt_tp
-    )
+    config, ranks_of_sample = run_config.transformer, group_size(groups.cp) * group_size(groups.tp)
+    tokens = run_config.training.micro_batch_size * run_config.data.seq_length // ranks_of_sample
+    num_rows = round(_kept_share(config) * tokens * config.moe_router_topk) * group_size(groups.expt_tp)
 
     def even_splits(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
         ranks, own = group_size(group), dist.get_rank(group)
@@ -265,15 +259,15 @@ def _route_evenly(run_config: RunConfig, layers: Sequence[MoELayer], *, groups: 
                 part.register_forward_pre_hook(_with_even_counts)
 
 
-def _kept_share(run_config: RunConfig) -> float:
+def _kept_share(config: TransformerConfig) -> float:
     """Returns the share of its rows that an expert keeps under even routing, limited by its capacity."""
-    return min(1.0, run_config.transformer.moe_expert_capacity_factor or 1.0)
+    return min(1.0, config.moe_expert_capacity_factor or 1.0)
 
 
-def _even_share(run_config: RunConfig, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection) -> float:
+def _even_share(config: TransformerConfig, layers: Sequence[MoELayer], *, groups: ProcessGroupCollection) -> float:
     """Returns the share of set elements in the masks of dispatchers under even routing (see NoValues)."""
     gathers = any(isinstance(layer.token_dispatcher, MoEAllGatherTokenDispatcher) for layer in layers)
-    return _kept_share(run_config) / (group_size(groups.ep) if gathers else 1)
+    return _kept_share(config) / (group_size(groups.ep) if gathers else 1)
 
 
 def _with_even_counts(experts: SequentialMLP, inputs: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:

@@ -3,15 +3,12 @@
 megatron.core.distributed implements the collectives, and megatron.core.pipeline_parallel calls the callables.
 """
 
-import dataclasses
 from collections.abc import Sequence
-from typing import TypeVar
 
 from torch import nn
 
 from megatron.core.distributed import (
     DistributedDataParallel,
-    DistributedDataParallelConfig,
     TorchFullyShardedDataParallel,
     build_launch_order,
 )
@@ -19,15 +16,14 @@ from megatron.core.parallel_state import get_process_groups
 from megatron.core.utils import get_model_config
 from megatron.training.config import RunConfig
 
-_ConfigT = TypeVar("_ConfigT", bound=DistributedDataParallelConfig)
-
 
 def wrap_chunks(parts: Sequence[nn.Module], run_config: RunConfig) -> list[nn.Module]:
     """Wraps the chunks of a stage for data parallelism, with a shared scheduler for their collectives. Collective."""
     if run_config.sharded_parameters.use_torch_fsdp2:
-        config = _with_gradient_flags(run_config.torch_fsdp2, run_config)
         return [
-            TorchFullyShardedDataParallel(get_model_config(part), config, part, pg_collection=get_process_groups())
+            TorchFullyShardedDataParallel(
+                get_model_config(part), run_config.torch_fsdp2, part, pg_collection=get_process_groups()
+            )
             for part in parts
         ]
     ddp_config = run_config.ddp
@@ -47,22 +43,11 @@ def wrap_chunks(parts: Sequence[nn.Module], run_config: RunConfig) -> list[nn.Mo
     ]
 
 
-def ddp_config_of(run_config: RunConfig) -> DistributedDataParallelConfig:
-    """Builds the configuration of the data-parallel wrapper from the arguments."""
-    return _with_gradient_flags(run_config.ddp, run_config)
+def join_schedule(model: Sequence[nn.Module], *, align_grad_reduce: bool) -> None:
+    """Sets the callables with which the schedule defers and starts the chunks' collectives.
 
-
-def _with_gradient_flags(config: _ConfigT, run_config: RunConfig) -> _ConfigT:
-    return dataclasses.replace(
-        config,
-        grad_reduce_in_fp32=not run_config.gradient_reduction.grad_reduce_in_bf16,
-        # Under fp16, the loss scaler handles overflows.
-        check_for_nan_in_grad=run_config.training.check_for_nan_in_loss_and_grad and not run_config.transformer.fp16,
-    )
-
-
-def join_schedule(model: Sequence[nn.Module], run_config: RunConfig) -> None:
-    """Sets the callables with which the schedule defers and starts the chunks' collectives."""
+    align_grad_reduce: whether virtual stages start reductions together on all pipeline stages.
+    """
     for chunk in model:
         if isinstance(chunk, TorchFullyShardedDataParallel):
             # Every backward pass reduces gradients, but torch needs to know which one is the last.
@@ -76,7 +61,7 @@ def join_schedule(model: Sequence[nn.Module], run_config: RunConfig) -> None:
         elif overlap.overlap_grad_reduce and not overlap.shard_gradients:
             config.no_sync_func = [each.no_sync for each in chunks]
             # With one chunk per stage, starting reductions within its last backward pass overlaps more communication.
-            if run_config.gradient_reduction.align_grad_reduce and len(chunks) > 1:
+            if align_grad_reduce and len(chunks) > 1:
                 config.grad_sync_func = [each.start_grad_sync for each in chunks]
         if overlap.overlap_param_gather and overlap.align_param_gather:
             config.param_sync_func = [each.start_stale_param_sync for each in chunks]

@@ -225,7 +225,7 @@ def silence_library_notices() -> None:
 
 
 def build_groups(run_config: RunConfig) -> ProcessGroupCollection:
-    """Builds the process groups of the parallel layout in `args` over all ranks. Collective.
+    """Builds the process groups of the parallel layout over all ranks. Collective.
 
     Raises ValueError if the parallel sizes do not divide the number of ranks.
     """
@@ -248,7 +248,7 @@ def build_groups(run_config: RunConfig) -> ProcessGroupCollection:
 def groups_of_script(run_config: RunConfig) -> ProcessGroupCollection:
     """Returns the process groups that a script has initialized.
 
-    Raises ValueError, with a line for each size, if their sizes differ from `args`.
+    Raises ValueError, with a line for each size, if their sizes differ from the settings.
     """
     if not parallel_state.model_parallel_is_initialized():
         raise ValueError("skip_model_parallel_init is True: call parallel_state.initialize_model_parallel first")

@@ -145,10 +145,9 @@ class TrainingRun:
     @property
     def owes_evaluation(self) -> bool:
         """Whether an evaluation is due but was not done, because a signal stopped the run before."""
-        is_due = (
-            self.is_due(self.config.training.eval_interval) and self.state.evaluated_iteration < self.state.iteration
-        )
-        return is_due and self.state.iteration >= (self.config.training.start_eval_at_iter or 0)
+        training, state = self.config.training, self.state
+        is_due = self.is_due(training.eval_interval) and state.evaluated_iteration < state.iteration
+        return is_due and state.iteration >= (training.start_eval_at_iter or 0)
 
     def count_step(self, *, updated: bool, nan: bool, padding: PaddingCount) -> None:
         """Advances the counters by one training step.
@@ -194,15 +193,14 @@ class TrainingRun:
         """Sets the data position, in consumed samples, and updates batch size, train_iters and scripts' arguments."""
         self.state.consumed_train_samples = consumed_train_samples
         update_num_microbatches(consumed_train_samples)
-        if self.config.training.train_samples is not None:
+        train_samples = self.config.training.train_samples
+        if train_samples is not None:
             # Earlier steps may have used batch sizes that differ from this run's sizes.
-            left = self.batches.running.iterations_within(
-                self.config.training.train_samples, consumed=self.state.consumed_train_samples
-            )
+            left = self.batches.running.iterations_within(train_samples, consumed=consumed_train_samples)
             self.config.values["train_iters"] = self.state.iteration + left
         # Scripts read these from the arguments, as in Megatron-LM.
         self.config.values["iteration"] = self.state.iteration
-        self.config.values["consumed_train_samples"] = self.state.consumed_train_samples
+        self.config.values["consumed_train_samples"] = consumed_train_samples
 
     def save_checkpoint(self) -> None:
         """Writes a checkpoint to --save, if given, or starts writing it with --async-save. Collective.

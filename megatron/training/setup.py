@@ -1,4 +1,4 @@
-"""Builds the components of a run from its arguments: tokenizer, model, optimizer, schedule, data.
+"""Builds the components of a run from its settings: tokenizer, model, optimizer, schedule, data.
 
 training.py contains the loop that uses them.
 """
@@ -38,6 +38,7 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers import build_tokenizer, vocab_size_with_padding
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.callbacks import Callback
 from megatron.training.callbacks.build import setup_callbacks
@@ -139,7 +140,7 @@ def setup_run(
             expert_memory=memory,
         ),
     )
-    seed_ranks(run_config.training.seed, run.groups)
+    seed_ranks(training.seed, run.groups)
     run.load_checkpoint()
     prepare_expert_memory(run)
     return run
@@ -195,8 +196,7 @@ def prepare_expert_memory(run: TrainingRun) -> None:
 
 def check_folders(run_config: RunConfig) -> None:
     """Raises ValueError if a folder is not writable, or if --save contains checkpoints of another run. Collective."""
-    logging = run_config.logging
-    checkpoint = run_config.checkpoint
+    logging, checkpoint = run_config.logging, run_config.checkpoint
     if checkpoint.save is not None:
         check_save_folder(checkpoint.save, flag="--save")
     if logging.tensorboard_dir is not None:
@@ -211,15 +211,15 @@ def check_folders(run_config: RunConfig) -> None:
 
 def setup_batches(run_config: RunConfig) -> NumMicroBatches:
     """Builds the batch sizes of the run, and sets the process-wide microbatch calculator that scripts read."""
-    batch_schedule = run_config.batch_schedule
+    schedule, training = run_config.batch_schedule, run_config.training
     return init_num_microbatches_calculator(
         dist.get_rank(),
-        batch_schedule.rampup_batch_size,
-        global_batch_size=run_config.training.global_batch_size,
-        micro_batch_size=run_config.training.micro_batch_size,
+        schedule.rampup_batch_size,
+        global_batch_size=training.global_batch_size,
+        micro_batch_size=training.micro_batch_size,
         data_parallel_size=run_config.launch.data_parallel_size,
-        decrease_batch_size_if_needed=batch_schedule.decrease_batch_size_if_needed,
-        step_batch_size_schedule=batch_schedule.step_batch_size_schedule,
+        decrease_batch_size_if_needed=schedule.decrease_batch_size_if_needed,
+        step_batch_size_schedule=schedule.step_batch_size_schedule,
         seq_length=run_config.data.seq_length,
     )
 
@@ -248,7 +248,7 @@ def setup_optimizer(
         config_overrides = {**get_standard_config_overrides(config), **config_overrides}
     optimizer = get_megatron_optimizer(config, model, config_overrides=config_overrides)
     scheduler = build_scheduler(optimizer, run_config)
-    join_schedule(model, run_config)
+    join_schedule(model, align_grad_reduce=run_config.gradient_reduction.align_grad_reduce)
     for chunk in unwrap_model(model):
         chunk.config.grad_scale_func = optimizer.scale_loss
     return optimizer, scheduler
@@ -281,18 +281,19 @@ def build_model(
     on_meta = run_config.transformer.init_model_with_meta_device
     build = partial(_build_on_meta_device if on_meta else _build_on_device, model_provider)
     parts = [
-        _check_and_wrap_precision(part, run_config, post_process=has_output)
-        for part, has_output in model_parts(build, run_config)
+        _check_and_wrap_precision(part, run_config.transformer, post_process=has_output)
+        for part, has_output in model_parts(build, run_config.transformer)
     ]
     # All chunks are checked first, because wrapping is collective over the first and the last stage.
     return wrap_chunks(parts, run_config) if wrap else parts
 
 
-def model_parts(model_provider: Callable[..., nn.Module], run_config: RunConfig) -> Iterator[tuple[nn.Module, bool]]:
+def model_parts(
+    model_provider: Callable[..., nn.Module], config: TransformerConfig
+) -> Iterator[tuple[nn.Module, bool]]:
     """Yields this rank's model chunks, each with whether it contains the output layer."""
-    transformer = run_config.transformer
-    stage, last = parallel_state.get_pipeline_model_parallel_rank(), transformer.pipeline_model_parallel_size - 1
-    num_chunks = transformer.virtual_pipeline_model_parallel_size or 1
+    stage, last = parallel_state.get_pipeline_model_parallel_rank(), config.pipeline_model_parallel_size - 1
+    num_chunks = config.virtual_pipeline_model_parallel_size or 1
     for chunk in range(num_chunks):
         ends = {"pre_process": stage == chunk == 0, "post_process": stage == last and chunk == num_chunks - 1}
         # Model providers of scripts without virtual stages may lack the parameter vp_stage.
@@ -310,11 +311,11 @@ def _build_on_meta_device(model_provider: Callable[..., nn.Module], **position: 
     return model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(default_device()))
 
 
-def _check_and_wrap_precision(model: nn.Module, run_config: RunConfig, *, post_process: bool) -> nn.Module:
+def _check_and_wrap_precision(model: nn.Module, config: TransformerConfig, *, post_process: bool) -> nn.Module:
     """Checks that replicas start from equal weights. With --bf16 or --fp16, wraps the model in that precision."""
     groups = get_process_groups()
     check_weights_agree(model, groups.dp_cp, expert_group=groups.expt_dp)
-    if run_config.transformer.fp16 or run_config.transformer.bf16:
+    if config.fp16 or config.bf16:
         return Float16Module(get_model_config(model), model, post_process=post_process)
     return model
 

@@ -1,6 +1,5 @@
 """Gradients released during backward, in DDP, ZeRO-1 and ZeRO-2: memory, bit-identical values, and late gradients."""
 
-import argparse
 import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
@@ -354,5 +353,5 @@ def test_the_schedule_defers_all_but_the_last_backward() -> None:
     model = DistributedDataParallel(
         ModelParallelConfig(), DistributedDataParallelConfig(release_gradients=True), nn.Linear(4, 4)
     )
-    join_schedule([model], argparse.Namespace(align_grad_reduce=True))
+    join_schedule([model], align_grad_reduce=True)
     assert model.config.no_sync_func == [model.accumulate]

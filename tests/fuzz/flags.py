@@ -153,7 +153,7 @@ def _build_one_rank(case: CommandLine) -> None:
         run_config = read_run_config(case.argv)
         with fake_rank(run_config, case.rank, world_size=case.world_size):
             setup_tokenizer(run_config)
-            parts = [part for part, _ in model_parts(partial(build_gpt, run_config), run_config)]
+            parts = [part for part, _ in model_parts(partial(build_gpt, run_config), run_config.transformer)]
             values = [p for part in parts for p in part.parameters() if p.numel() and not p.is_meta]
             assert all(torch.isfinite(p).all() for p in values)
 

@@ -552,7 +552,6 @@ class FusedRule:
             {"params": [param_range.stepped for param_range in members], **key.values(config)}
             for key, members in zip(groups, self._members)
         ]
-        assert config.lr is not None
         if config.optimizer == "sgd":
             # SGD adds weight decay to the gradient, as in Megatron; only Adam decouples it.
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(

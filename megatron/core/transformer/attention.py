@@ -266,7 +266,6 @@ class SelfAttention(Attention):
         without effect.
         """
         super().__init__(config, num_heads=config.num_attention_heads, pg_collection=pg_collection)
-        assert config.kv_channels is not None and config.num_query_groups is not None
         self.head_width = config.kv_channels
         self.num_groups = split_size(config.num_query_groups, self.tp_group, name="num_query_groups")
         self.queries_per_group = config.num_attention_heads // config.num_query_groups

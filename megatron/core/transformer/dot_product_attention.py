@@ -92,7 +92,7 @@ class DotProductAttention(CopiedWithGroups, Drawing):
         super().__init__()
         why = "only decoders are supported, without cross-attention"
         require_defaults("DotProductAttention", why, attention_type=(attention_type, "self"))
-        assert config.kv_channels is not None and config.unscaled_init_method is not None
+        assert config.unscaled_init_method is not None
         self.attn_mask_type = attn_mask_type
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         validate_backend(config.attention_backend, dropout=self.dropout)

@@ -60,7 +60,7 @@ class MLP(MegatronModule):
         parallel_state, if they exist. name: accepted without effect.
         """
         super().__init__(config)
-        self.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size or 4 * config.hidden_size
+        self.ffn_hidden_size = ffn_hidden_size or config.ffn_hidden_size
         self.activation_func = None
         if submodules.activation_func is not None:
             self.activation_func = build_module(submodules.activation_func, config=config)

@@ -143,8 +143,7 @@ class GraphableMegatronModule(MegatronModule):
         that require a gradient.
         """
         config = self.config
-        ranks = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
-        shape = divide(seq_length, ranks), micro_batch_size, config.hidden_size
+        shape = divide(seq_length, config.sequence_parts), micro_batch_size, config.hidden_size
         hidden = torch.ones(shape, dtype=config.hidden_dtype, device=default_device(), requires_grad=True)
         return {"hidden_states": hidden}
 

@@ -201,7 +201,6 @@ def validate_grouped_gemm(config: MoEConfig, *, hidden_size: int, itemsize: int,
     """
     if config.num_moe_experts is None or not config.moe_grouped_gemm:
         return
-    assert config.moe_ffn_hidden_size is not None, "set by TransformerConfig"
     words = max(1, 16 // itemsize)
     shared = "" if expert_tensor_size == 1 else f" and expert_tensor_parallel_size {expert_tensor_size}"
     ffn = ("moe_ffn_hidden_size", config.moe_ffn_hidden_size, words * expert_tensor_size, shared)

@@ -191,8 +191,7 @@ def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan],
 
 
 def _expert_shape(flags: StashFlags) -> ExpertShape:
-    assert flags.moe_ffn_hidden_size is not None, "filled in by TransformerConfig"
-    ffn = flags.moe_ffn_hidden_size // (flags.expert_tensor_parallel_size or 1)
+    ffn = flags.moe_ffn_hidden_size // flags.expert_tensor_parallel_size
     return ExpertShape(flags.hidden_size, ffn, flags.params_dtype.itemsize, is_gated=flags.gated_linear_unit)
 
 

@@ -150,11 +150,11 @@ class PlannedRun:
 
 
 def planned_run(run_config: RunConfig, model_provider: Callable[..., nn.Module]) -> PlannedRun:
-    """Builds the planned run from validated arguments, which must use static expert buffers."""
+    """Builds the planned run from settings that select static expert buffers."""
     stages, found = [], None
     for rank in pipeline_of(run_config, 0):
         with as_rank(run_config, rank) as groups:
-            chunks = [chunk for chunk, _ in model_parts(model_provider, run_config)]
+            chunks = [chunk for chunk, _ in model_parts(model_provider, run_config.transformer)]
             config: TransformerConfig = get_model_config(chunks[0])
             schedule = ExpertSchedule(chunks, groups, microbatch_group_size=config.microbatch_group_size_per_vp_stage)
         layers = [layer for of_chunk in schedule.layers for layer in of_chunk]

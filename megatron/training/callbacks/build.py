@@ -1,4 +1,4 @@
-"""Builds the callbacks of a run from its arguments: logs and progress bar on rank 0, profiles on the selected ranks."""
+"""Builds the callbacks of a run from its settings: logs and progress bar on rank 0, profiles on the selected ranks."""
 
 import functools
 import os
@@ -40,17 +40,15 @@ def _last_rank_callbacks(run_config: RunConfig) -> list[Callback]:
 
 
 def _every_rank_callbacks(run_config: RunConfig) -> list[Callback]:
+    collection, profiling = run_config.garbage_collection, run_config.profiling
+    log_interval = run_config.logging.log_interval
     callbacks: list[Callback] = []
-    collection = run_config.garbage_collection
     if collection.manual_gc:
         callbacks.append(ManualGC(collection))
-    profiling = run_config.profiling
     if profiling.profile and dist.get_rank() in (profiling.profile_ranks or [0]):
         callbacks.append(_profile(profiling, run_config, device=default_device()))
     if profiling.record_memory_history and dist.get_rank() in (profiling.profile_ranks or [0]):
-        callbacks.append(
-            _memory_history(profiling, log_interval=run_config.logging.log_interval, device=default_device())
-        )
+        callbacks.append(_memory_history(profiling, log_interval=log_interval, device=default_device()))
     return callbacks
 
 
@@ -85,7 +83,7 @@ def _profile(config: ProfilingConfig, run_config: RunConfig, *, device: torch.de
 def _first_rank_callbacks(run_config: RunConfig, size: tuple[int, int]) -> list[Callback]:
     if dist.get_rank() != 0:
         return []
-    training, logging = run_config.training, run_config.logging
+    training, logging, save = run_config.training, run_config.logging, run_config.checkpoint.save
     console = Console(highlight=False, soft_wrap=True)
     write: Callable[[str], None] = print_rank_0
     callbacks: list[Callback] = []
@@ -98,13 +96,13 @@ def _first_rank_callbacks(run_config: RunConfig, size: tuple[int, int]) -> list[
     if logging.is_compact:
         lines = CompactLines(micro_batch_size=training.micro_batch_size, minutes=training.exit_duration_in_mins or None)
     callbacks.append(ConsoleLog(logging.log_interval, write=write, lines=lines))
-    folder = logging.tensorboard_dir or run_config.checkpoint.save
+    folder = logging.tensorboard_dir or save
     if folder is not None:
         callbacks += [RunFile(Path(folder), record=describe_run(run_config, size)), JsonlLog(Path(folder))]
     if logging.tensorboard_dir is not None:
         callbacks.append(TensorBoardLog(logging.tensorboard_dir, logging))
-    if logging.log_progress and run_config.checkpoint.save is not None:
-        callbacks.append(ProgressFile(Path(run_config.checkpoint.save), run_config))
+    if logging.log_progress and save is not None:
+        callbacks.append(ProgressFile(Path(save), run_config))
     if logging.record_routing is not None and not training.skip_train:
         callbacks.append(RoutingLog(Path(logging.record_routing), RoutingHeader.of(run_config)))
     return callbacks

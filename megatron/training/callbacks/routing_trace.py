@@ -60,7 +60,7 @@ class RoutingHeader:
 
     @classmethod
     def of(cls, run_config: RunConfig) -> "RoutingHeader":
-        """Builds the header of a run with these arguments."""
+        """Builds the header of a run with these settings."""
         transformer = run_config.transformer
         has_experts = layers_with_experts(
             transformer.num_moe_experts, transformer.moe_layer_freq, num_layers=transformer.num_layers

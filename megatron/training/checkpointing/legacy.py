@@ -25,6 +25,7 @@ from megatron.core.dist_checkpointing.storage import ReadsPieces, StoredPieces
 from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.logical_tensors import Box, LogicalPiece, disjoint_parts, model_logical_pieces, pieces_of_tensor
 from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.checkpointing.folder import LEGACY_FILE
 from megatron.training.checkpointing.legacy_files import (
     ChunkFacts,
@@ -75,9 +76,9 @@ def as_checkpoint(
 ) -> VerifiedCheckpoint:
     """Presents the weights of all files under native keys. Each file is read once, by one of the ranks. Collective.
 
-    args: arguments of the model, with unpadded_vocab_size. process_group: None means all ranks, or this process alone.
-    Raises ValueError on every rank, naming the file, if a file is missing or damaged, or if a weight is missing, has an
-    unexpected shape, or belongs to no parameter.
+    run_config: settings of the model, with unpadded_vocab_size. process_group: None means all ranks, or this process
+    alone. Raises ValueError on every rank, naming the file, if a file is missing or damaged, or if a weight is missing,
+    has an unexpected shape, or belongs to no parameter.
     """
     group = every_rank(process_group)
     with all_ranks_agree(group):
@@ -89,7 +90,7 @@ def as_checkpoint(
                 continue
             place = {"tensor": rank.tensor, "pipeline": rank.pipeline, "expert": rank.expert}
             chunks = build_parts(run_config, padded_vocab_size=rows, layout=layout, **place)
-            own += _stored_parts(files, rank, chunks, run_config)
+            own += _stored_parts(files, rank, chunks, run_config.transformer)
     parts = [part for of_rank in gather_objects(own, group) for part in of_rank]
     with all_ranks_agree(group):
         return _view(files, parts)
@@ -116,7 +117,7 @@ class _StoredPart:
 
 
 def _stored_parts(
-    files: LegacyFiles, rank: LegacyRank, chunks: list[nn.Module], run_config: RunConfig
+    files: LegacyFiles, rank: LegacyRank, chunks: list[nn.Module], config: TransformerConfig
 ) -> Iterator[_StoredPart]:
     """Checks the file of a rank, and yields all parts of logical tensors that it stores."""
     path = files.path(rank)
@@ -124,11 +125,9 @@ def _stored_parts(
     check_legacy(path)
     if len(chunks) != len(file.chunks):
         raise ValueError(f"{path} holds {len(file.chunks)} model chunks: must be {len(chunks)}")
-    num_experts = (run_config.transformer.num_moe_experts or 0) // int(
-        files.layout.get("expert_model_parallel_size", 1)
-    )
+    num_experts = (config.num_moe_experts or 0) // int(files.layout.get("expert_model_parallel_size", 1))
     for number, (chunk, stored) in enumerate(zip(chunks, file.chunks, strict=True)):
-        facts = facts_of(chunk, num_experts=num_experts, hidden_size=run_config.transformer.hidden_size)
+        facts = facts_of(chunk, num_experts=num_experts, hidden_size=config.hidden_size)
         state = to_names_here(stored, facts)
         wanted, logical = tensors_of(chunk), model_logical_pieces(chunk)
         _check_names_and_shapes(wanted, state, path=path)

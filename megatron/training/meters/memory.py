@@ -272,9 +272,9 @@ def _weights_of_a_rank(config: TransformerConfig, vocab_size: int) -> int:
     hidden, tp = config.hidden_size, config.tensor_model_parallel_size
     num_experts = config.num_moe_experts or 0
     moe_layers = sum(layers_with_experts(num_experts or None, config.moe_layer_freq, num_layers=config.num_layers))
-    attention = 2 * hidden * (config.kv_channels or 0) * config.num_attention_heads // tp
-    dense = 2 * hidden * (config.ffn_hidden_size or 0) // tp
-    ffn, etp = config.moe_ffn_hidden_size or config.ffn_hidden_size or 0, config.expert_tensor_parallel_size or tp
+    attention = 2 * hidden * config.kv_channels * config.num_attention_heads // tp
+    dense = 2 * hidden * config.ffn_hidden_size // tp
+    ffn, etp = config.moe_ffn_hidden_size, config.expert_tensor_parallel_size
     experts = num_experts // config.expert_model_parallel_size * 2 * hidden * ffn // etp
     layers = config.num_layers * attention + (config.num_layers - moe_layers) * dense + moe_layers * experts
     return (layers + vocab_size * hidden // tp) // config.pipeline_model_parallel_size

@@ -229,7 +229,7 @@ class ExpertMemory:
             layer.expert_step = self.step
             assert isinstance(layer.token_dispatcher, MoEStaticTokenDispatcher), "chosen by the capacity factor"
             self._dispatchers.append(layer.token_dispatcher)
-        self._balanced_rows = tokens_per_rank * config.moe_router_topk * (config.expert_tensor_parallel_size or 1)
+        self._balanced_rows = tokens_per_rank * config.moe_router_topk * config.expert_tensor_parallel_size
         self._learned = LearnedSizes(expert_ranks=expert_ranks)
         # Largest number of rows of a forward, relative to balanced routing: in each recent step, in the discarded
         # attempts at the current step, and in the steps before the loaded checkpoint.

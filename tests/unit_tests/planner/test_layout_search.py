@@ -123,7 +123,7 @@ def test_flops_of_layers_and_end_add_up_to_the_model(model: str) -> None:
     words = f"--model {model} --bf16 --mock-data --tokenizer-type NullTokenizer --seq-length 512 --lr 1e-3"
     run_config = read_run_config([*words.split(), "--micro-batch-size", "1", "--train-iters", "2"])
     setup_tokenizer(run_config)
-    kinds = layer_kinds(run_config)
+    kinds = layer_kinds(run_config.transformer)
     flops, end = layer_flops(run_config, kinds)
     forward = sum(flops[kind] for kind in kinds) + end
     assert min(*flops.values(), end) > 0 and 3 * forward == pytest.approx(num_floating_point_operations(run_config, 1))

@@ -485,7 +485,6 @@ def rotary_channels(config: TransformerConfig, rotary_percent: float) -> int:
 
     Raises ValueError if rotary_percent is not 1 with latent attention.
     """
-    assert config.kv_channels is not None, "set by TransformerConfig"
     if not config.multi_latent_attention:
         return config.kv_channels
     if rotary_percent != 1:

@@ -103,7 +103,6 @@ class GroupedMLP(MegatronModule):
         """
         super().__init__(config)
         self.name = name
-        assert config.moe_ffn_hidden_size is not None
         self.shard = ExpertShard.of(pg_collection or existing_process_groups(), num_local_experts)
         self.num_local_experts = num_local_experts
         self.ffn_hidden_size = divide(config.moe_ffn_hidden_size, self.shard.num_parts)

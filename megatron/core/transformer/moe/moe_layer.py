@@ -365,7 +365,7 @@ def _by_position(padding_mask: Tensor, hidden_states: Tensor) -> Tensor:
 
 def require_expert_ranks(config: TransformerConfig, groups: ProcessGroupCollection) -> None:
     """Raises ValueError if the sizes of the expert groups differ from the configuration."""
-    ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size or 1
+    ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size
     require_group_sizes(
         groups,
         {

@@ -38,7 +38,7 @@ class RealRank:
         with fake_rank(run_config, rank, world_size=world_size) as groups:
             publish_run(RunArguments(run_config))
             setup_batches(run_config)
-            model = [chunk for chunk, _ in model_parts(pretrain_gpt.model_provider, run_config)]
+            model = [chunk for chunk, _ in model_parts(pretrain_gpt.model_provider, run_config.transformer)]
             found = build_expert_memory(model, run_config, groups=groups)
             publish_run(None)
             destroy_num_microbatches_calculator()

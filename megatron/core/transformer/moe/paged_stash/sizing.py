@@ -127,9 +127,8 @@ def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
     Routing weights are fp32. act is not saved if moe_act is recomputed, or if fc2 is frozen and has no adapter. Each
     adapter also saves its input rows times its first matrix.
     """
-    assert config.moe_ffn_hidden_size is not None, "set by TransformerConfig"
     itemsize = config.params_dtype.itemsize
-    ffn = config.moe_ffn_hidden_size // (config.expert_tensor_parallel_size or 1)
+    ffn = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
     widths = [
         (config.hidden_size * itemsize, Priority.INPUT),
         (torch.float32.itemsize, Priority.INPUT),
