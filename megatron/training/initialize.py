@@ -7,6 +7,7 @@ import argparse
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -138,9 +139,9 @@ def start_processes(
     prepare_device(device)
     join_process_group(
         run_config.distributed,
+        run_config.launch,
         device,
-        rank=run_config.launch.rank,
-        settings=common_settings(run_config),
+        settings=partial(common_settings, run_config),
         broadcast=broadcast,
     )
     groups = groups_of_script(run_config) if skip_model_parallel_init else build_groups(run_config)

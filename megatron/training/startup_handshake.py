@@ -11,7 +11,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -24,7 +24,7 @@ from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.values import yaml_of_value
 from megatron.training.command_line.yaml_config import config_values, shown_flags
-from megatron.training.config import DistributedConfig, RunConfig
+from megatron.training.config import DistributedConfig, LaunchConfig, RunConfig
 from megatron.training.error_broadcast import ErrorBroadcast, named_ranks, record_collectives
 
 Settings = Mapping[str, str]
@@ -44,19 +44,25 @@ _MACHINE_SPECIFIC = frozenset(
 
 
 def join_process_group(
-    config: DistributedConfig, device: torch.device, *, rank: int, settings: Settings, broadcast: ErrorBroadcast | None
+    config: DistributedConfig,
+    launch: LaunchConfig,
+    device: torch.device,
+    *,
+    settings: Callable[[], Settings],
+    broadcast: ErrorBroadcast | None,
 ) -> None:
     """Initializes torch.distributed from the launcher's environment. A single process requires no address. Collective.
 
-    rank: used only with --fake-process-group, whose groups do not communicate, so that settings are not compared and
-    the broadcast is not connected. settings: see `common_settings`. broadcast: connected if there are other ranks.
+    launch: used only with --fake-process-group, whose groups do not communicate, so that settings are not compared and
+    the broadcast is not connected. settings: called if the launcher has started ranks to compare with; see
+    `common_settings`. broadcast: connected in the same case.
     Raises LaunchError if the environment is incomplete, CommandLineError on every rank if settings differ, and OSError
     naming the ranks that did not arrive in time.
     """
     if dist.is_initialized():
         return
     if config.fake_process_group:
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=int(settings["WORLD_SIZE"]))
+        dist.init_process_group("fake", store=FakeStore(), rank=launch.rank, world_size=launch.world_size)
         return
     require_launch()
     backend = _backend(config, device)
@@ -79,7 +85,7 @@ def join_process_group(
             hosts_store=rendezvous.serves,
         )
     agree_on_settings(
-        dist.PrefixStore("settings", store), settings, rank=rendezvous.rank, world_size=rendezvous.world_size
+        dist.PrefixStore("settings", store), settings(), rank=rendezvous.rank, world_size=rendezvous.world_size
     )
     dist.init_process_group(
         backend,

@@ -5,7 +5,7 @@ PYTHONPATH=. .venv/bin/python tests/distributed/print_walk.py batch
 
 import sys
 
-from tests.distributed import batch_walk, gradient_walk, token_walk
+from tests.distributed import batch_walk, flag_walk, gradient_walk, token_walk
 from tests.distributed.walks import lines
 from tests.structure.tour import as_lines
 
@@ -13,7 +13,7 @@ from tests.structure.tour import as_lines
 def trace(name: str) -> list[str]:
     """Returns `file: qualname` of each function on a walk.
 
-    name: batch, token, stash, activation or gradient.
+    name: batch, token, stash, activation, gradient or flag.
     """
     match name:
         case "batch":
@@ -26,8 +26,10 @@ def trace(name: str) -> list[str]:
             return lines(token_walk.trace_activation())
         case "gradient":
             return gradient_walk.trace_walk()[0].lines()
+        case "flag":
+            return lines(flag_walk.trace_flag())
         case _:
-            raise ValueError(f"the walk is {name!r}: must be batch, token, stash, activation or gradient")
+            raise ValueError(f"the walk is {name!r}: must be batch, token, stash, activation, gradient or flag")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 import gc
 import os
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.training.config import DistributedConfig
+from megatron.training.config import DistributedConfig, LaunchConfig
 from megatron.training.initialize import leave_process_group
 from megatron.training.startup_handshake import join_process_group
 from tests.harness import run_on_ranks
@@ -66,9 +67,9 @@ def _meet() -> list[float]:
     for visit in range(3):
         join_process_group(
             DistributedConfig(),
+            LaunchConfig(),
             torch.device("cpu"),
-            rank=int(os.environ["RANK"]),
-            settings={"visit": str(visit)},
+            settings=partial(dict, visit=str(visit)),
             broadcast=None,
         )
         parallel_state.initialize_model_parallel(context_parallel_size=3)

@@ -1,7 +1,7 @@
 """Traces a walk: this project's functions that a piece of work enters, in order of first entry. Holds no tests.
 
-The walks are batch_walk.py (a batch to its loss), gradient_walk.py (a gradient to an updated parameter) and
-token_walk.py (a token through an expert layer and back, a saved activation into pages and back).
+The walks are batch_walk.py (a batch to its loss), gradient_walk.py (a gradient to an updated parameter), token_walk.py
+(a token through an expert layer and back, a saved activation into pages and back) and flag_walk.py (a flag to its use).
 """
 
 import ast
@@ -63,7 +63,7 @@ def traced(packages: Iterable[Path]) -> Iterator[list[Entered]]:
         if event != "call" or code in seen:
             return
         seen.add(code)
-        one = _entered(code, folders)
+        one = entered_function(code, folders)
         if one is not None and one not in found:
             found.add(one)
             entered.append(one)
@@ -106,7 +106,8 @@ def count_lines(files: Iterable[Path]) -> int:
     return sum(len(path.read_text().splitlines()) for path in files)
 
 
-def _entered(code: CodeType, packages: tuple[Path, ...]) -> Entered | None:
+def entered_function(code: CodeType, packages: tuple[Path, ...]) -> Entered | None:
+    """Returns the function of `packages` to which code belongs, or None for other code."""
     # Bodies of modules and classes run on import.
     if not code.co_flags & CO_OPTIMIZED:
         return None

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.device import default_device
 from megatron.core.group_collectives import all_ranks_agree
-from megatron.training.config import DistributedConfig
+from megatron.training.config import DistributedConfig, LaunchConfig
 from megatron.training.initialize import leave_process_group
 from megatron.training.startup_handshake import join_process_group
 from tests.harness import run_on_ranks
@@ -23,7 +23,8 @@ def test_groups_of_the_device_are_nccls_and_the_host_has_gloo_unless_disabled(gl
 def _groups_of_one(gloo: bool) -> None:
     device = default_device()
     for _ in range(2):
-        join_process_group(DistributedConfig(use_gloo_process_groups=gloo), device, rank=0, settings={}, broadcast=None)
+        config = DistributedConfig(use_gloo_process_groups=gloo)
+        join_process_group(config, LaunchConfig(), device, settings=dict, broadcast=None)
         parallel_state.initialize_model_parallel()
         assert dist.get_backend_config() == ("cpu:gloo,cuda:nccl" if gloo else "cuda:nccl")
         group = parallel_state.get_tensor_model_parallel_group()

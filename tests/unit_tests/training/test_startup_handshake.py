@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.training import startup_handshake
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.config_builder import run_config_of
-from megatron.training.config import DistributedConfig
+from megatron.training.config import DistributedConfig, LaunchConfig
 from megatron.training.error_broadcast import ErrorBroadcast
 from megatron.training.startup_handshake import (
     Rendezvous,
@@ -145,7 +145,7 @@ def test_failures_are_asked_for_while_the_main_thread_waits_for_the_store(monkey
         monkeypatch.setenv(name, value)
     broadcast = _AskingBroadcast(describe=str, leave=lambda: None)
     with pytest.raises(_ConnectedError):
-        join_process_group(DistributedConfig(), torch.device("cpu"), rank=0, settings={}, broadcast=broadcast)
+        join_process_group(DistributedConfig(), LaunchConfig(), torch.device("cpu"), settings=dict, broadcast=broadcast)
     assert broadcast.has_answer
 
 

@@ -3,7 +3,6 @@
 import os
 import re
 import zlib
-from typing import Any
 
 import pytest
 import torch
@@ -17,7 +16,7 @@ from megatron.core.device.launcher import (
     lone_process_notice,
     require_launch,
 )
-from megatron.training.config import DistributedConfig
+from megatron.training.config import DistributedConfig, LaunchConfig
 from megatron.training.initialize import leave_process_group
 from megatron.training.startup_handshake import join_process_group
 from tests.harness import run_on_ranks
@@ -290,8 +289,7 @@ def _join_as_task() -> tuple[int, int, float]:
     os.environ.update(_words(f"SLURM_JOB_ID=7 SLURM_NTASKS=2 SLURM_PROCID={rank} SLURM_LOCALID={rank} SLURM_STEP_ID=0"))
     os.environ.update(SLURM_JOB_NODELIST="localhost", MASTER_PORT=port)
     require_launch()
-    settings: dict[str, Any] = {}
-    join_process_group(DistributedConfig(), torch.device("cpu"), rank=int(rank), settings=settings, broadcast=None)
+    join_process_group(DistributedConfig(), LaunchConfig(), torch.device("cpu"), settings=dict, broadcast=None)
     total = torch.tensor(float(rank) + 1)
     torch.distributed.all_reduce(total)
     size = torch.distributed.get_world_size()
