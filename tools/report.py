@@ -22,8 +22,7 @@ from megatron.tools.report_figures import expert_loads, make_figures, run_names
 from megatron.tools.report_sections import memory_section, rows_figures, stash_section, timeline
 from megatron.tools.report_server import Asset, LiveReport, ReportServer, serve_until_signal
 from megatron.tools.run_log import RunLog, read_run
-from megatron.training.command_line.flags import flag_table
-from megatron.training.command_line.values import yaml_of_value
+from megatron.training.command_line.flags import flag_table, yaml_of_value
 from megatron.version_flag import PrintVersions
 
 TEMPLATE = Path(__file__).with_name("report_page.html.jinja")

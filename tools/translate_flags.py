@@ -29,7 +29,6 @@ from megatron.tools.bash_reader import Launch, ScriptError, ShellWord
 from megatron.tools.launch_scripts import Script, read_script
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.command_line.flags import Flag, FlagState, flag_table, refusal
-from megatron.training.command_line.values import value_of_word
 from megatron.version_flag import PrintVersions
 
 RULES_FILE = Path(__file__).with_name("translations.yaml")
@@ -250,7 +249,7 @@ def _refused_value(setting: Setting, flag: Flag) -> Change | None:
         # The value of a variable that was not given is unknown.
         if flag.constant is None and not word.startswith("${"):
             try:
-                value_of_word(flag, word)
+                flag.value_of_word(word)
             except ValueError as error:
                 return Change(setting, (), Effect.DIFFERENT, str(error))
     return None
@@ -260,7 +259,7 @@ def _has_default(setting: Setting, flag: Flag) -> bool:
     if flag.constant is not None:
         return flag.default == flag.constant
     try:
-        values = [value_of_word(flag, word) for word in setting.words]
+        values = [flag.value_of_word(word) for word in setting.words]
     except ValueError:
         return False
     return flag.default in (values, values[0] if len(values) == 1 else None)

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from megatron.training.command_line.checkpoint_rules import on_load_rules
-from megatron.training.command_line.flags import Flag, FlagState, FlagTable, flag_table, refusal
-from megatron.training.command_line.values import choice_names, text_of_value
+from megatron.training.command_line.flags import Flag, FlagState, FlagTable, flag_table, refusal, text_of_value
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS_FILE = ROOT / "docs" / "flags.md"
@@ -69,7 +68,7 @@ def surface(table: FlagTable) -> str:
 
 def _surface_line(flag: Flag) -> str:
     kind = flag.type_name if flag.nargs is None else f"{flag.type_name}[{flag.nargs}]"
-    choices = ",".join(choice_names(flag)) if flag.state is FlagState.WORKS else ""
+    choices = ",".join(flag.choice_names()) if flag.state is FlagState.WORKS else ""
     values = f"{kind} {{{choices}}}" if choices else kind
     names = " ".join(flag.flags)
     return f"{names} | {values} | {text_of_value(flag.default)!r} | {flag.state.value}\n"
@@ -77,7 +76,7 @@ def _surface_line(flag: Flag) -> str:
 
 def _working_row(flag: Flag) -> str:
     names = ", ".join(f"`{word}`" for word in flag.flags)
-    values = ", ".join(f"`{name}`" for name in choice_names(flag)) or (
+    values = ", ".join(f"`{name}`" for name in flag.choice_names()) or (
         "" if flag.constant is not None else flag.type_name
     )
     default = "" if flag.default is None or flag.constant is not None else f"`{text_of_value(flag.default)}`"

@@ -23,7 +23,6 @@ from megatron.training.command_line.config_builder import config_from_args, run_
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import flag_table
 from megatron.training.command_line.parser import COMMAND_LINE, given_arguments
-from megatron.training.command_line.values import value_of_word
 from megatron.training.compute.flops import model_operations
 from megatron.training.config import RunConfig
 from megatron.training.setup import setup_tokenizer
@@ -323,7 +322,7 @@ def _with_assumed(args: argparse.Namespace, assumed: Mapping[str, tuple[str, ...
     """Returns the arguments as if the command line had also contained the assumed values."""
     args, flags = copy.copy(args), flag_table().by_dest
     for name, value in assumed.items():
-        setattr(args, name, value_of_word(flags[name], value[0]) if value else flags[name].constant)
+        setattr(args, name, flags[name].value_of_word(value[0]) if value else flags[name].constant)
     args.given = {**given_arguments(args), **dict.fromkeys(assumed, COMMAND_LINE)}
     return args
 

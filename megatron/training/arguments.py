@@ -20,6 +20,7 @@ from megatron.training.command_line.flags import (
     flag_table,
     no_effect_notice,
     refusal,
+    text_of_value,
 )
 from megatron.training.command_line.model_presets import preset_file, table_of_models, tiny
 from megatron.training.command_line.parser import (
@@ -32,7 +33,6 @@ from megatron.training.command_line.parser import (
     repeated_flags,
 )
 from megatron.training.command_line.validation import read_launcher, validate_args
-from megatron.training.command_line.values import text_of_value
 from megatron.training.command_line.yaml_config import config_text, read_config_file
 from megatron.training.config import RunConfig
 

@@ -21,8 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.device import distributed_backend, require_launch
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.command_line.flags import flag_table
-from megatron.training.command_line.values import yaml_of_value
+from megatron.training.command_line.flags import flag_table, yaml_of_value
 from megatron.training.command_line.yaml_config import config_values, shown_flags
 from megatron.training.config import DistributedConfig, LaunchConfig, RunConfig
 from megatron.training.error_broadcast import ErrorBroadcast, named_ranks, record_collectives

@@ -15,7 +15,6 @@ import pretrain_gpt
 from megatron.planner.fake_ranks import fake_rank
 from megatron.training.arguments import parse_args, read_run_config, validate_args
 from megatron.training.command_line.flags import Flag, FlagState, flag_table
-from megatron.training.command_line.values import choice_names
 from megatron.training.errors import exit_on_user_error
 from megatron.training.gpt_builder import build_gpt
 from megatron.training.setup import model_parts, setup_tokenizer
@@ -137,8 +136,8 @@ def as_drawn(choices: Choices, flag: Flag, *, folder: Path = Path("."), hostile:
         return str(folder / choices.one(["a", "b/c", "a", "a.b"]))
     if flag.dest in WORDS:
         return choices.one(WORDS[flag.dest])
-    if choice_names(flag):
-        return choices.one(choice_names(flag))
+    if flag.choice_names():
+        return choices.one(flag.choice_names())
     if flag.type_name == "float":
         return str(choices.one([0, 0.1, 0.5, 1, 1.5, 2, 100, choices.fraction()]))
     return str(choices.one([1, 1, 2, 2, 3, 4, 4, 5, 8, 16, 32, 33, 48, 64, choices.integer(0, 70)]))

@@ -10,7 +10,6 @@ import pytest
 from megatron.core.absent_features import FEATURES_FILE, AbsentFlag, AbsentState, absent_features
 from megatron.tools.write_flag_docs import DOCS_FILE, SURFACE_FILE, flags_page, surface
 from megatron.training.command_line.flags import Flag, FlagState, flag_table, refusal
-from megatron.training.command_line.values import choice_names
 from tests.functional_tests.case import FOLDER, read_bases, read_cases
 from tests.functional_tests.expectations import EXPECTATIONS
 from tests.structure.measure import ROOT
@@ -155,8 +154,8 @@ def test_the_absent_values_of_a_flag_are_those_that_only_megatron_has() -> None:
     only_there = set()
     for flag, known in _OF_MEGATRON:
         # Enum choices are listed as `AttnBackend.flash`; users write `flash`.
-        theirs = {str(choice).rpartition(".")[2] for choice in known.choices or ()} if choice_names(flag) else set()
-        only_there |= {(flag.flags[0], value) for value in theirs - set(choice_names(flag))}
+        theirs = {str(choice).rpartition(".")[2] for choice in known.choices or ()} if flag.choice_names() else set()
+        only_there |= {(flag.flags[0], value) for value in theirs - set(flag.choice_names())}
     assert listed == only_there
 
 

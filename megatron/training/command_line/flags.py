@@ -1,6 +1,8 @@
 """Builds the table of all flags: working flags of configuration fields, and Megatron-LM's other flags.
 
-parser.py parses flags. megatron/core/absent_features.json lists the other flags, with advice.
+A flag converts words of the command line and scalars of YAML files to its value; the configuration dataclass that
+receives the value checks its bounds. parser.py parses command lines. megatron/core/absent_features.json lists the flags
+that do not work, with advice.
 """
 
 import dataclasses
@@ -30,6 +32,7 @@ class FlagState(enum.Enum):
 # Values stored by flags that take no argument, by argparse action.
 _CONSTANTS = {"store_true": True, "store_false": False, "boolean_optional": True}
 _WORD_PARSERS: dict[str, Callable[[str], Any]] = {"int": int, "float": float}
+_KIND_NAMES = {"int": "an integer", "float": "a number"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,6 +68,88 @@ class Flag:
     def unwrapped(self, values: list[Any]) -> Any:
         """Converts a list of parsed words to the flag's value."""
         return values[0] if self.unwraps and len(values) == 1 else values
+
+    def choice_names(self) -> list[str]:
+        """Returns the allowed values as words. Empty if any value is allowed."""
+        if isinstance(self.default, enum.Enum) and self.choices is None:
+            return list(type(self.default).__members__)
+        return [text_of_value(choice) for choice in self.choices or ()]
+
+    def value_of_word(self, word: str) -> Any:
+        """Converts a word to a value. Raises ValueError with a message that does not repeat the flag's name."""
+        try:
+            value = self.parse(word)
+        except ValueError as error:
+            kind = _KIND_NAMES.get(self.type_name)
+            # Messages of a field's parser start with the field's name, and the caller adds the flag's name.
+            reason = str(error).removeprefix(f"{self.dest} is ")
+            raise ValueError(f"{word!r} is not {kind}" if kind else self._choice_error(word) or reason) from None
+        if self.choices is not None and value not in self.choices:
+            names = ", ".join(self.choice_names())
+            raise ValueError(self._choice_error(word) or f"{word!r} is not one of {names}")
+        return value
+
+    def _choice_error(self, word: str) -> str | None:
+        """Returns an error for a value that only Megatron-LM supports, or None if Megatron-LM does not know it."""
+        for row in absent_features().values:
+            if row.flag == self.flags[0] and word in row.values:
+                advice = row.advice or f"choose one of {', '.join(self.choice_names())}"
+                return f"{word!r} is not available here; {advice}"
+        return None
+
+    def value_of_yaml(self, data: Any) -> Any:
+        """Converts YAML data to a value. Raises ValueError with a message for users if the type is wrong."""
+        # --print-config writes an empty value for "not set".
+        if data is None and self.default is None:
+            return None
+        if self.constant is not None:
+            if not isinstance(data, bool):
+                raise ValueError(f"{data!r} is not true or false")
+            return data
+        if self.takes_list:
+            return self._list_of_yaml(data if isinstance(data, list) else [data])
+        return self.value_of_word(self._word_of_yaml(data))
+
+    def _list_of_yaml(self, items: list[Any]) -> Any:
+        # argparse counts the words of the command line, but not the values of a file.
+        if isinstance(self.nargs, int) and len(items) != self.nargs:
+            raise ValueError(f"{len(items)} values instead of {self.nargs}")
+        # A list of strings may hold numbers: `data_path: [0.3, books, 0.7, web]`.
+        words = [str(item) if _is_number(item) else self._word_of_yaml(item) for item in items]
+        return self.unwrapped([self.value_of_word(word) for word in words])
+
+    def _word_of_yaml(self, data: Any) -> str:
+        if isinstance(data, str):
+            return data
+        # YAML reads 1e-4 as a string, which value_of_word converts to a number. A number where a string is expected is
+        # a mistake, unless the field has its own parser (`moe_layer_freq: [0, 1, 1]`).
+        if self.type_name == "str":
+            raise ValueError(f"{data!r} is not a string; put it in quotes")
+        if self.parse in (int, float) and not _is_number(data):
+            raise ValueError(f"{data!r} is not {_KIND_NAMES[self.type_name]}")
+        return str(data)
+
+
+def text_of_value(value: Any) -> str:
+    """Formats a flag's value as on the command line."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        return " ".join(text_of_value(item) for item in value)
+    return str(value)
+
+
+def yaml_of_value(value: Any) -> Any:
+    """Converts a flag's value to plain YAML data. Inverse of Flag.value_of_yaml."""
+    if isinstance(value, enum.Enum):
+        return value.name
+    if isinstance(value, (list, tuple)):
+        return [yaml_of_value(item) for item in value]
+    return value
+
+
+def _is_number(data: Any) -> bool:
+    return isinstance(data, (int, float)) and not isinstance(data, bool)
 
 
 @dataclass(frozen=True)

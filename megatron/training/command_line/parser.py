@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
-from megatron.training.command_line.flags import Flag, FlagState, FlagTable, flag_table, refusal
-from megatron.training.command_line.values import choice_names, text_of_value, value_of_word
+from megatron.training.command_line.flags import Flag, FlagState, FlagTable, flag_table, refusal, text_of_value
 from megatron.training.config import RunConfig
 from megatron.version_flag import PrintVersions
 
@@ -212,7 +211,7 @@ def _add_flag(parser: argparse._ActionsContainer, flag: Flag, *, mistakes: list[
         parser.add_argument(*flag.flags, action="store_const", const=flag.constant, **spec)
         return
     # Not argparse's choices, because value_of_word gives advice about unavailable values.
-    names = choice_names(flag)
+    names = flag.choice_names()
     metavar = "{" + ",".join(names) + "}" if names else _METAVARS.get(flag.type_name, "TEXT")
     if flag.unwraps:
         spec.update(action=_StoreUnwrapped, flag=flag)
@@ -222,7 +221,7 @@ def _add_flag(parser: argparse._ActionsContainer, flag: Flag, *, mistakes: list[
 def _argparse_type(flag: Flag, mistakes: list[str]) -> Callable[[str], Any]:
     def convert(word: str) -> Any:
         try:
-            return value_of_word(flag, word)
+            return flag.value_of_word(word)
         except ValueError as error:
             # Not raised, because argparse would stop at the first mistake.
             mistakes.append(f"{'/'.join(flag.flags)}: {error}")

@@ -11,9 +11,8 @@ from typing import Any
 import yaml
 
 from megatron.training.command_line.errors import CommandLineError
-from megatron.training.command_line.flags import Flag, FlagState, FlagTable, flag_table, refusal
+from megatron.training.command_line.flags import Flag, FlagState, FlagTable, flag_table, refusal, yaml_of_value
 from megatron.training.command_line.parser import did_you_mean
-from megatron.training.command_line.values import value_of_yaml, yaml_of_value
 
 # Limits for configuration files. A few lines of YAML references can expand to more values than fit in memory.
 _MAX_CHARACTERS = 1 << 20
@@ -145,7 +144,7 @@ def read_config_file(path: str, *, table: FlagTable, script_dests: Set[str]) -> 
                 dest, value = name, data
             else:
                 flag = _flag_of_key(name, table, aliases=aliases, path=path)
-                dest, value = flag.dest, value_of_yaml(flag, data)
+                dest, value = flag.dest, flag.value_of_yaml(data)
         except CommandLineError as error:
             problems.append(str(error))
             continue

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from megatron.training.arguments import parse_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import Flag, FlagState, flag_table
-from megatron.training.command_line.values import choice_names
 from tests.counts import long_count
 
 
@@ -120,8 +119,8 @@ def _words(flag: Flag) -> st.SearchStrategy[list[str]]:
     if flag.constant is not None:
         return st.just([flag.flags[-1]])
     one: st.SearchStrategy[Any] = st.text(st.characters(codec="ascii", exclude_characters="\n\r"), min_size=1)
-    if choice_names(flag):
-        one = st.sampled_from(choice_names(flag))
+    if flag.choice_names():
+        one = st.sampled_from(flag.choice_names())
     elif flag.type_name == "int":
         one = st.integers(0, 2**40)
     elif flag.type_name == "float":

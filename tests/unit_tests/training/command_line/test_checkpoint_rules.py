@@ -20,7 +20,6 @@ from megatron.training.checkpointing.run_values import (
 )
 from megatron.training.command_line.checkpoint_rules import DERIVED, OnLoad, changes_results, on_load_rules
 from megatron.training.command_line.flags import Flag, FlagState, flag_table
-from megatron.training.command_line.values import choice_names
 from megatron.training.command_line.yaml_config import NOT_IN_FILES
 
 # Two values of flags whose words are neither numbers nor one of their choices.
@@ -48,7 +47,7 @@ def words_of(flag: Flag) -> tuple[str, str]:
         return "", ""
     if flag.dest in WORDS:
         return WORDS[flag.dest]
-    if names := choice_names(flag):
+    if names := flag.choice_names():
         first = next(name for name in names if name != flag.default)
         return first, next((name for name in names if name != first), first)
     return {"int": ("3", "5"), "float": ("0.25", "0.75")}.get(flag.type_name, ("one", "two"))

@@ -18,7 +18,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.arguments import parse_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import FlagState, flag_table
-from megatron.training.command_line.values import choice_names
 
 # Unit, a pattern that the help must contain, and the flags.
 REVIEWED: dict[str, tuple[str, str]] = {
@@ -98,7 +97,7 @@ def test_the_unit_of_every_value_is_reviewed() -> None:
     reviewed = [name for _, names in REVIEWED.values() for name in names.split()]
     assert len(set(reviewed)) == len(reviewed)
     # A single word out of a list of choices has neither a unit nor a syntax.
-    choices = {name for name in valued if choice_names(flags[name]) and not flags[name].takes_list}
+    choices = {name for name in valued if flags[name].choice_names() and not flags[name].takes_list}
     assert valued - choices <= set(reviewed) <= valued
     for unit, (pattern, names) in REVIEWED.items():
         for name in names.split():
