@@ -19,12 +19,14 @@ WALKS = (
     ("A token through an expert layer and back", "18 files; torchtitan 16"),
     ("A saved activation into pages and back", "8 files"),
     ("A gradient to an updated parameter", "14 files; FSDP2 10, picotron 2"),
+    ("A flag to its use", "10 files"),
 )
 # Measures in the table of docs/architecture.md, and their values in other code bases of the field.
 ANCHORS = {
     "files entered by a token through an expert layer and back": "Megatron-LM 31 (45,800 lines), torchtitan 16 (7,600)",
     "files entered by a saved activation into pages and back": "goal 8",
     "files entered by a gradient to an updated parameter": "FSDP2 10, picotron 2; goal 14",
+    "files entered by a flag to its use": "goal 10",
     "public classes between gradient and update": "FSDP2 10",
     "import cycles between folders": "Megatron-LM: one of 29 packages, hidden by 250 imports inside functions",
     "files of megatron/ with one importer and under 80 lines": "goal: at most 15",
