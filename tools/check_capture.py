@@ -159,7 +159,12 @@ def _setup(run_config: RunConfig) -> tuple[StepRunner, MegatronOptimizer, Linted
     batches = setup_batches(run_config)
     model, optimizer, _ = build_model_and_optimizer(pretrain_gpt.model_provider, run_config)
     groups, graphs = get_process_groups(), LintedGraphs()
-    memory = build_expert_memory(model, run_config, groups=groups)
+    memory = build_expert_memory(
+        model,
+        seq_length=run_config.data.seq_length,
+        micro_batch_size=run_config.training.micro_batch_size,
+        groups=groups,
+    )
     steps = setup_steps(
         run_config,
         model,

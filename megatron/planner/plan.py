@@ -44,7 +44,7 @@ from megatron.training.compute.flops import count_of, num_floating_point_operati
 from megatron.training.config import RunConfig
 from megatron.training.meters.memory import bytes_of, gradient_tensors, parameter_tensors
 from megatron.training.setup import build_model, build_model_and_optimizer, setup_batches, setup_tokenizer
-from megatron.training.step.expert_memory import build_expert_memory
+from megatron.training.step.expert_memory import ExpertMemory, build_expert_memory
 
 # Shown with every plan.
 NOT_PLANNED = "memory cached by the allocator, and input data"
@@ -354,7 +354,14 @@ class _RankBuild:
             )
         self._model, self._optimizer = model, optimizer
         # An evaluation has no stash.
-        self._expert_memory = None if optimizer is None else build_expert_memory(model, run_config, groups=groups)
+        self._expert_memory: ExpertMemory | None = None
+        if optimizer is not None:
+            self._expert_memory = build_expert_memory(
+                model,
+                seq_length=run_config.data.seq_length,
+                micro_batch_size=run_config.training.micro_batch_size,
+                groups=groups,
+            )
         self._num_microbatches = run_config.batch_sizes().final_num_microbatches
 
     @property

@@ -103,7 +103,12 @@ def setup_run(
     size = count_parameters(model, run_config.transformer, mp_group=get_process_groups().mp)
     with all_ranks_agree():
         every_callback = setup_callbacks(run_config, callbacks, size=size)
-    memory = build_expert_memory(model, run_config, groups=get_process_groups())
+    memory = build_expert_memory(
+        model,
+        seq_length=run_config.data.seq_length,
+        micro_batch_size=run_config.training.micro_batch_size,
+        groups=get_process_groups(),
+    )
     steps = setup_steps(
         run_config,
         model,

@@ -64,7 +64,6 @@ from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.command_line.config_builder import flags_named_in_errors
-from megatron.training.config import RunConfig
 from megatron.training.step.step_runner import ExpertOverflowError
 
 # Maximum number of cached plans, one per number of microbatches. Sufficient for numbers that alternate. The numbers of
@@ -174,7 +173,7 @@ def _recomputed_layers(chunks: Sequence[nn.Module]) -> dict[int, int]:
 
 
 def build_expert_memory(
-    model: Sequence[nn.Module], run_config: RunConfig, *, groups: ProcessGroupCollection
+    model: Sequence[nn.Module], *, seq_length: int, micro_batch_size: int, groups: ProcessGroupCollection
 ) -> "ExpertMemory | None":
     """Builds the expert memory of this rank's model chunks. Returns None if experts are dropless."""
     config: TransformerConfig = get_model_config(model[0])
@@ -183,7 +182,7 @@ def build_expert_memory(
     chunks = unwrap_model(list(model))
     schedule = ExpertSchedule(chunks, groups, microbatch_group_size=config.microbatch_group_size_per_vp_stage)
     shared = group_size(groups.cp) * (group_size(groups.tp) if config.sequence_parallel else 1)
-    tokens = run_config.data.seq_length * run_config.training.micro_batch_size // shared
+    tokens = seq_length * micro_batch_size // shared
     return ExpertMemory(schedule, config, tokens_per_rank=tokens, expert_ranks=group_size(groups.tp_ep))
 
 

@@ -39,7 +39,12 @@ class RealRank:
             publish_run(RunArguments(run_config))
             setup_batches(run_config)
             model = [chunk for chunk, _ in model_parts(pretrain_gpt.model_provider, run_config.transformer)]
-            found = build_expert_memory(model, run_config, groups=groups)
+            found = build_expert_memory(
+                model,
+                seq_length=run_config.data.seq_length,
+                micro_batch_size=run_config.training.micro_batch_size,
+                groups=groups,
+            )
             publish_run(None)
             destroy_num_microbatches_calculator()
         assert found is not None

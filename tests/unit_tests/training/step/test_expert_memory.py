@@ -23,8 +23,6 @@ from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resi
 from megatron.core.transformer.moe.paged_stash.group_memory import SideStream
 from megatron.core.transformer.moe.paged_stash.sizing import RESERVE_STEPS, LearnedSizes
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.arguments import parse_args
-from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.step.expert_memory import ExpertMemory, Shortfall, build_expert_memory, describe_shortfalls
 from megatron.training.step.step_runner import ExpertOverflowError
 from tests.harness import run_on_ranks
@@ -50,8 +48,7 @@ class Toy:
         stash = settings if "moe_paged_stash" in settings else PAGES | settings
         config = TransformerConfig(**shape, **experts, **swiglu, **stash, hidden_dropout=0.0, attention_dropout=0.0)
         model = GPTModel(config, get_gpt_decoder_block_spec(config), vocab_size=64, max_sequence_length=TOKENS)
-        args = parse_args(argv=["--seq-length", str(TOKENS), "--micro-batch-size", "1"])
-        memory = build_expert_memory([model], run_config_of(args), groups=ProcessGroupCollection())
+        memory = build_expert_memory([model], seq_length=TOKENS, micro_batch_size=1, groups=ProcessGroupCollection())
         assert memory is not None
         memory._balanced_rows = balanced_rows
         memory.prepare(LearnedSizes(), num_microbatches=num_microbatches, pp_group=None)
