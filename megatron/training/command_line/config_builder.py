@@ -24,16 +24,16 @@ ConfigT = TypeVar("ConfigT")
 
 
 def run_config_of(args: argparse.Namespace | RunConfig) -> RunConfig:
-    """Returns the settings that parsed arguments describe. They are built once, and follow changes of the arguments."""
+    """Returns the settings that parsed arguments describe, which follow changes of the arguments."""
     if isinstance(args, RunConfig):
         return args
-    held = args.run_config if isinstance(args, RunArguments) else None
-    # A copy of the arguments is a set of settings of its own.
-    if held is None or held.values is not vars(args):
-        held = RunConfig(vars(args), build=build_config)
+    cached = args.run_config if isinstance(args, RunArguments) else None
+    # The values differ for a copy of the arguments, which has settings of its own.
+    if cached is None or cached.values is not vars(args):
+        cached = RunConfig(vars(args), build=build_config)
     if isinstance(args, RunArguments):
-        args.run_config = held
-    return held
+        args.run_config = cached
+    return cached
 
 
 def build_config(config_class: type[ConfigT], values: Mapping[str, Any]) -> ConfigT:

@@ -27,7 +27,7 @@ def check_graphs(args: argparse.Namespace) -> Iterator[str]:
         if is_set:
             value = vars(args)[name]
             # None means that a short form of the flag was given.
-            shown = "given" if value in (True, None) else " ".join(value) if isinstance(value, list) else value
+            shown = "given" if value is True or value is None else " ".join(value) if isinstance(value, list) else value
             flag = f"--{name.replace('_', '-')}"
             yield f"{flag} is {shown} and --cuda-graph-impl is {args.cuda_graph_impl}: {why}"
 

@@ -59,7 +59,7 @@ class RunArguments(argparse.Namespace):
     see run_config_of.
     """
 
-    # Slots, because `vars` contains only arguments.
+    # Slots, so that `vars` contains only arguments.
     __slots__ = ("given", "run_config")
 
     given: Mapping[str, str]

@@ -65,7 +65,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     if problems:
         raise CommandLineError("\n".join(dict.fromkeys(problems)))
     for area, names in _DERIVED.items():
-        run_config.show(area, *names)
+        run_config.write_back(area, *names)
     return args
 
 

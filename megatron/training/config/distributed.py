@@ -102,7 +102,10 @@ class GradientReductionConfig:
 
 @dataclass(kw_only=True)
 class LaunchConfig:
-    """Number of ranks of the run, and this process among them. The launcher sets them, and there are no flags."""
+    """Number of ranks of the run, and this process among them.
+
+    The launcher sets them, or --world-size for a run that only plans. data_parallel_size: derived from the layout.
+    """
 
     world_size: int = 1
     rank: int = 0

@@ -1,6 +1,6 @@
 """Defines RunConfig: all settings of a run, as a dataclass for each area.
 
-command_line/config_builder.py builds it from the parsed arguments. Everything behind the command line reads it.
+command_line/config_builder.py builds it from the parsed arguments. All code after their validation reads it.
 """
 
 import copy
@@ -41,10 +41,10 @@ class RunConfig:
     """The settings of a run: a dataclass for each area, such as `run_config.optimizer.lr`.
 
     An area is built when it is first read, and again only after a script has changed an argument from which it was
-    built (`get_args().lr = 1e-4`). Its dataclass checks its fields and computes those that are not given.
+    built (`get_args().lr = 1e-4`). Its dataclass checks its fields and computes unset ones.
 
-    values: the arguments by Megatron-LM's names. They also contain the arguments of a script, and the position in the
-    data that scripts read. Scripts hold the same dict as `vars(get_args())`. build: builds a dataclass from `values`.
+    values: the dict that scripts hold as `vars(get_args())`, by Megatron-LM's names. It also contains arguments that a
+    script has added, and the position of the run, which scripts read. build: builds a dataclass from `values`.
     """
 
     command_line: CommandLineConfig
@@ -68,7 +68,7 @@ class RunConfig:
     sharded_parameters: ShardedParametersConfig
     fully_shard: FullyShardConfig
     dry_run: DryRunConfig
-    # Without flags of their own.
+    # These have no flags of their own.
     launch: LaunchConfig
     torch_fsdp2: TorchFullyShardedDataParallelConfig
 
@@ -98,12 +98,15 @@ class RunConfig:
         return isinstance(other, RunConfig) and self.values == other.values
 
     def changed(self, **values: Any) -> "RunConfig":
-        """Returns a copy with other values of some arguments. It shares the areas that do not depend on them."""
+        """Returns a copy with other values of some arguments. It shares the areas that do not depend on them.
+
+        The values of other arguments stay, including those that validation has derived, such as data_parallel_size.
+        """
         other = RunConfig({**self.values, **values}, build=self._build)
         other._built = dict(self._built)
         return other
 
-    def show(self, area: str, *names: str) -> None:
+    def write_back(self, area: str, *names: str) -> None:
         """Copies fields that an area has computed to the arguments of the same names, where scripts read them."""
         config = getattr(self, area)
         self.values.update({name: vars(config)[name] for name in names})
@@ -124,7 +127,7 @@ class RunConfig:
 
 
 # Arguments from which build_config computes further fields of a class.
-_FURTHER: Mapping[type[Any], tuple[str, ...]] = {
+_INPUTS_WITHOUT_FIELD: Mapping[type[Any], tuple[str, ...]] = {
     TransformerConfig: (
         "group_query_attention",
         "swiglu",
@@ -143,7 +146,7 @@ def _areas() -> Mapping[str, tuple[type[Any], tuple[str, ...]]]:
     areas = {}
     for name, kind in get_type_hints(RunConfig).items():
         names = (field_dest(field) for field in dataclasses.fields(kind) if field.init)
-        areas[name] = kind, (*names, *_FURTHER.get(kind, ()))
+        areas[name] = kind, (*names, *_INPUTS_WITHOUT_FIELD.get(kind, ()))
     return areas
 
 

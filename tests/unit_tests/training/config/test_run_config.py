@@ -146,7 +146,7 @@ def test_computed_fields_are_shown_to_scripts_without_another_build() -> None:
     run_config = run_config_of(args)
     transformer = run_config.transformer
     assert args.ffn_hidden_size is None
-    run_config.show("transformer", "ffn_hidden_size", "kv_channels")
+    run_config.write_back("transformer", "ffn_hidden_size", "kv_channels")
     assert (args.ffn_hidden_size, args.kv_channels) == (256, 16)
     assert run_config.transformer is transformer
 
