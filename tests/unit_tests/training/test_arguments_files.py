@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from megatron.training.arguments import parse_args
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.flags import Flag, FlagState, flag_table
+from megatron.training.command_line.yaml_config import NOT_IN_FILES
 from tests.counts import long_count
 
 
@@ -138,7 +139,7 @@ _USABLE = [
     for flag in flag_table().flags
     if flag.state in (FlagState.WORKS, FlagState.NO_EFFECT)
     # model_scale requires a model.
-    and flag.dest not in ("config", "print_config", "list_models", "model_scale")
+    and flag.dest not in (*NOT_IN_FILES, "model_scale")
     and not isinstance(flag.nargs, int)
 ]
 
