@@ -1,7 +1,7 @@
 """Decides for each argument whether the checkpoint or the command line determines its value when a run loads.
 
 run_values.py applies the table: it adopts values, raises the errors and describes differences. docs/flags.md shows the
-rule of each flag.
+rule of each flag. A new flag needs a row only if the rule RUN does not suit it.
 """
 
 import enum
@@ -140,12 +140,14 @@ DERIVED = frozenset(
 
 @functools.cache
 def on_load_rules() -> Mapping[str, OnLoad]:
-    """Returns the rule of each argument of a working flag. Built once per process."""
+    """Returns the rule of each argument of a working flag: RUN if the table does not name it. Built once per process."""
     rules: dict[str, OnLoad] = {}
     for rule, names in _NAMES.items():
         for name in names.split():
             assert name not in rules, f"{name} has two rules"
             rules[name] = rule
+    for flag in flag_table().in_state(FlagState.WORKS):
+        rules.setdefault(flag.dest, OnLoad.RUN)
     return rules
 
 

@@ -60,7 +60,7 @@ def given(flag: Flag, word: str) -> list[str]:
 
 
 def test_every_argument_has_one_rule() -> None:
-    """Fails for a new flag or a new derived argument without a rule."""
+    """Fails for a rule of an argument without a flag, and for a new derived argument."""
     assert on_load_rules().keys() == {flag.dest for flag in WORKING}
     base = (
         "--num-layers 4 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --micro-batch-size 1 --train-iters 2 "
