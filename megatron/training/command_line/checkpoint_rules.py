@@ -140,7 +140,7 @@ DERIVED = frozenset(
 
 @functools.cache
 def on_load_rules() -> Mapping[str, OnLoad]:
-    """Returns the rule of each argument of a working flag: RUN if the table does not name it. Built once per process."""
+    """Returns the rule of each argument of a working flag. RUN applies to arguments that the table does not name."""
     rules: dict[str, OnLoad] = {}
     for rule, names in _NAMES.items():
         for name in names.split():
