@@ -121,7 +121,10 @@ def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, st
     """Checks `values` against the fields of a dataclass. Returns an error message for each invalid field, by name."""
     hints = type_hints(config_class)
     problems = {}
-    for name, value in values.get("absent_values", {}).items():
+    absent = values.get("absent_values", {})
+    if not isinstance(absent, dict):
+        return {"absent_values": f"{config_class.__name__}.absent_values is {absent!r}: must be a dict by field name"}
+    for name, value in absent.items():
         problem = _absent_problem(absent_fields(config_class).get(name), value)
         if problem is not None:
             problems[name] = f"{config_class.__name__}.{name} is {value!r}: {problem}"
@@ -138,7 +141,7 @@ def field_problems(config_class: Any, values: Mapping[str, Any]) -> dict[str, st
 
 def _absent_problem(field: AbsentField | None, value: Any) -> str | None:
     if field is None:
-        return "must not be in absent_values, because it is no absent field"
+        return "is not a field of this class in Megatron-LM"
     if field.state is AbsentState.NO_EFFECT:
         return None if _matches(value, field.hint) else f"must be {_describe(field.hint)}"
     return None if value == field.default else f"{field.advice}; keep the default {field.default!r}"
@@ -154,8 +157,15 @@ def absent_fields(config_class: Any) -> Mapping[str, AbsentField]:
     return types.MappingProxyType({row.name: row for row in rows})
 
 
-class _TakesAbsentFields(abc.ABCMeta):
-    """Metaclass whose classes' generated constructors accept absent fields. Users may combine it with their ABCs."""
+class _TakesAbsentFields(type(typing.Protocol)):  # type: ignore[misc]
+    """Metaclass that wraps each constructor of its classes, so that they accept absent fields as keywords.
+
+    It derives from the metaclass of protocols and abstract classes, with which users may combine their configurations.
+    """
+
+    def __instancecheck__(cls, instance: Any) -> bool:
+        """Checks instances by their class, because no configuration is a protocol itself."""
+        return abc.ABCMeta.__instancecheck__(cls, instance)
 
     def __setattr__(cls, name: str, value: Any) -> None:
         # @dataclass sets the constructor that it generates, and generates another one for each decorated subclass.
@@ -184,6 +194,13 @@ class MegatronConfig(metaclass=_TakesAbsentFields):
     """
 
     absent_values: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Sets a field. Values of absent fields are kept in absent_values, which copies check and compare."""
+        if name in absent_fields(type(self)):
+            self.absent_values = {**self.absent_values, name: value}
+        else:
+            super().__setattr__(name, value)
 
     # Hidden from type checkers, which would accept every name.
     if not TYPE_CHECKING:

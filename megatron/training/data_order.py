@@ -28,7 +28,7 @@ def split_sizes(run: TrainingRun) -> SplitSizes:
     They are at least the planned numbers. More are required if earlier steps had larger batches, or if samples are
     skipped. A validation set that is read as a whole has None.
     """
-    training, state, batches = run.config.training, run.state, run.batches.running
+    training, state, batches = run.training, run.state, run.batches.running
     train, valid, test = planned_samples(training, batches)
     skipped = sum(position >= state.consumed_train_samples for position in run.recovery.skipped_positions)
     steps = max(run.train_iters - state.iteration, 0) + skipped
@@ -39,8 +39,8 @@ def split_sizes(run: TrainingRun) -> SplitSizes:
         due, done = (n // training.eval_interval for n in (run.train_iters, state.evaluated_iteration))
         evaluations += max(due - done, 0)
     last_valid: int | None = max(valid, state.consumed_valid_samples + evaluations * evaluation)
-    is_cyclic, evaluates = run.config.data.dataloader_type == "cyclic", training.eval_iters > 0
-    if run.config.data.full_validation:
+    is_cyclic, evaluates = run.data.dataloader_type == "cyclic", training.eval_iters > 0
+    if run.data.full_validation:
         last_valid = None
     orders = state.data_order or {}
     read = {
@@ -66,7 +66,7 @@ def build_datasets(run: TrainingRun) -> None:
     assert run.datasets_provider is not None, "set by setup_data"
     sizes = split_sizes(run)
     run.datasets, run.split_sizes = run.datasets_provider(sizes), sizes
-    if run.config.data.dataloader_type == "external":
+    if run.data.dataloader_type == "external":
         return
     found = _agreed({split.name: _orders(run, split, sizes) for split in Split})
     before = run.state.data_order or {}
@@ -86,7 +86,7 @@ def _orders(run: TrainingRun, split: Split, sizes: SplitSizes) -> tuple[SplitOrd
     if size.size is None:
         return ()
     datasets = validation_sets(run.datasets[split.value])
-    return tuple(_order(one, size, number, seed=run.config.training.seed) for number, one in enumerate(datasets))
+    return tuple(_order(one, size, number, seed=run.training.seed) for number, one in enumerate(datasets))
 
 
 def _order(dataset: Any, split: SplitSize, number: int, *, seed: int) -> SplitOrder:
@@ -167,10 +167,10 @@ def _lines(run: TrainingRun, sizes: SplitSizes, found: DataOrder) -> list[str]:
     if kept:
         planned = ", ".join(dict.fromkeys(kept))
         lines.append(f"  the data order of the checkpoint's run continues, which was planned for {planned}")
-    if seeds - {run.config.training.seed}:
+    if seeds - {run.training.seed}:
         seed = ", ".join(map(str, sorted(seeds)))
         lines.append(
-            f"  note: the data order continues with the checkpoint's seed {seed}, not --seed {run.config.training.seed}"
+            f"  note: the data order continues with the checkpoint's seed {seed}, not --seed {run.training.seed}"
         )
     return list(dict.fromkeys(lines))
 

@@ -3,6 +3,7 @@
 megatron.core.distributed implements the collectives, and megatron.core.pipeline_parallel calls the callables.
 """
 
+import copy
 from collections.abc import Sequence
 
 from torch import nn
@@ -26,7 +27,8 @@ def wrap_chunks(parts: Sequence[nn.Module], run_config: RunConfig) -> list[nn.Mo
             )
             for part in parts
         ]
-    ddp_config = run_config.ddp
+    # A copy, because a script may change the configuration of its wrappers.
+    ddp_config = copy.copy(run_config.ddp)
     order = build_launch_order(get_process_groups(), ddp_config)
     return [
         DistributedDataParallel(

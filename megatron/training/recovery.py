@@ -106,7 +106,7 @@ def _rewind(run: TrainingRun, error: RuntimeError, *, skips: str, position: int 
     skips: words for the log about skipped data. position: data position at which to continue, in samples; None means
     the checkpoint's position.
     """
-    recovery, save = run.recovery, run.config.checkpoint.save
+    recovery, save = run.recovery, run.checkpoint.save
     assert save is not None, "checked with the flags"
     if not recovery.may_rewind():
         raise type(error)(f"{error}. The run has already rewound {recovery.num_rewinds} times (--max-rewinds)")
@@ -117,7 +117,7 @@ def _rewind(run: TrainingRun, error: RuntimeError, *, skips: str, position: int 
     recovery.num_rewinds += 1
     came_from, order = run.state.iteration, run.state.data_order
     run.steps.discard_gradients()
-    run.load_checkpoint(replace(run.config.checkpoint, load=save, **CONTINUE_RUN))
+    run.load_checkpoint(replace(run.checkpoint, load=save, **CONTINUE_RUN))
     if position is not None:
         recovery.skipped_positions |= _positions_until(run, position)
         run.move_position(position)

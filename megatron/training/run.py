@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_order import SplitSizes
 from megatron.core.datasets.padding import PaddingCount
 from megatron.core.dist_checkpointing import PendingSave, StagingMemory
@@ -19,7 +20,7 @@ from megatron.training.callbacks import CallbackList, StepReport
 from megatron.training.checkpointing import begin_save_checkpoint, load_run
 from megatron.training.checkpointing.saving import RunSaves
 from megatron.training.checkpointing.train_state import TrainState
-from megatron.training.config import CheckpointConfig, FaultConfig, RunConfig
+from megatron.training.config import CheckpointConfig, FaultConfig, RunConfig, TrainingConfig
 from megatron.training.gpt_builder import parts_of_gpt
 from megatron.training.meters.meters import Meter
 from megatron.training.step.exit_conditions import ExitConditions
@@ -86,9 +87,17 @@ class EvaluationSet:
 
 @dataclass(kw_only=True)
 class TrainingRun:
-    """The components and counters of one run. The data iterators are set once the data position is known."""
+    """The components and counters of one run. The data iterators are set once the data position is known.
+
+    config: all settings, which follow changes that a script makes to its arguments. training, data, checkpoint, faults:
+    settings as they were when the run was set up, which determine its steps.
+    """
 
     config: RunConfig
+    training: TrainingConfig
+    data: DataConfig
+    checkpoint: CheckpointConfig
+    faults: FaultConfig
     model: list[nn.Module]  # the chunks of this rank's pipeline stage
     optimizer: MegatronOptimizer | None  # None for a run that only evaluates
     scheduler: OptimizerParamScheduler | None
@@ -126,7 +135,7 @@ class TrainingRun:
     @property
     def evaluation_batch_size(self) -> int:
         """Samples per evaluation batch over all ranks; by default the final size of the training batches."""
-        return self.config.training.eval_global_batch_size or self.batches.running.final_size
+        return self.training.eval_global_batch_size or self.batches.running.final_size
 
     @property
     def evaluation_microbatches(self) -> int:
@@ -136,7 +145,7 @@ class TrainingRun:
     @property
     def train_iters(self) -> int:
         """Number of training steps, and therefore the number of the last step."""
-        return self.config.training.train_iters or 0
+        return self.training.train_iters or 0
 
     def is_due(self, interval: int | None) -> bool:
         """Returns whether an action that runs every `interval` steps is due after this step. False for None."""
@@ -145,7 +154,7 @@ class TrainingRun:
     @property
     def owes_evaluation(self) -> bool:
         """Whether an evaluation is due but was not done, because a signal stopped the run before."""
-        training, state = self.config.training, self.state
+        training, state = self.training, self.state
         is_due = self.is_due(training.eval_interval) and state.evaluated_iteration < state.iteration
         return is_due and state.iteration >= (training.start_eval_at_iter or 0)
 
@@ -182,7 +191,7 @@ class TrainingRun:
             self.scheduler,
             train_state=self.state,
             run_config=self.config,
-            config=config or self.config.checkpoint,
+            config=config or self.checkpoint,
             pg_collection=self.groups,
             build_parts=parts_of_gpt,
         )
@@ -193,11 +202,11 @@ class TrainingRun:
         """Sets the data position, in consumed samples, and updates batch size, train_iters and scripts' arguments."""
         self.state.consumed_train_samples = consumed_train_samples
         update_num_microbatches(consumed_train_samples)
-        train_samples = self.config.training.train_samples
+        train_samples = self.training.train_samples
         if train_samples is not None:
             # Earlier steps may have used batch sizes that differ from this run's sizes.
             left = self.batches.running.iterations_within(train_samples, consumed=consumed_train_samples)
-            self.config.values["train_iters"] = self.state.iteration + left
+            self.training.train_iters = self.config.values["train_iters"] = self.state.iteration + left
         # Scripts read these from the arguments, as in Megatron-LM.
         self.config.values["iteration"] = self.state.iteration
         self.config.values["consumed_train_samples"] = consumed_train_samples
@@ -207,7 +216,7 @@ class TrainingRun:
 
         If the checkpoint cannot be written, prints a warning and continues.
         """
-        if self.config.checkpoint.save is not None:
+        if self.checkpoint.save is not None:
             self.saves.save(self.state.iteration, self._begin_save)
 
     def save_last_checkpoint(self) -> None:
@@ -216,7 +225,7 @@ class TrainingRun:
         Raises CheckpointError on every rank if the checkpoint cannot be written.
         """
         self.saves.finish()
-        if self.config.checkpoint.save is not None and self.saves.latest != self.state.iteration:
+        if self.checkpoint.save is not None and self.saves.latest != self.state.iteration:
             self.saves.save_last(self.state.iteration, self._begin_save)
 
     def _begin_save(self, staging: StagingMemory | None) -> PendingSave:
@@ -229,7 +238,7 @@ class TrainingRun:
             opt_param_scheduler=self.scheduler,
             train_state=self.state,
             run_config=self.config,
-            config=self.config.checkpoint,
+            config=self.checkpoint,
             pg_collection=self.groups,
             staging=staging,
         )

@@ -84,7 +84,8 @@ def setup_run(
     conditions that already listen for the exit signal; None builds new ones. non_loss_data: the script's functions for
     evaluation data other than losses.
     """
-    training, logging = run_config.training, run_config.logging
+    training, logging, faults = run_config.training, run_config.logging, run_config.faults
+    data, checkpoint = run_config.data, run_config.checkpoint
     # Called first, because it raises an error for flags that need a GPU.
     graphs = None if run_config.transformer.cuda_graph_impl == "none" else graphs or graph_device()
     check_folders(run_config)
@@ -120,6 +121,10 @@ def setup_run(
     )
     run = TrainingRun(
         config=run_config,
+        training=training,
+        data=data,
+        checkpoint=checkpoint,
+        faults=faults,
         model=model,
         optimizer=optimizer,
         scheduler=scheduler,
@@ -129,10 +134,10 @@ def setup_run(
         groups=get_process_groups(),
         device=default_device(),
         state=TrainState(),
-        recovery=Recovery(run_config.faults),
+        recovery=Recovery(faults),
         callbacks=every_callback,
         exit_conditions=exits or ExitConditions(training),
-        saves=RunSaves(in_background=run_config.checkpoint.async_save, on_save=every_callback.on_save),
+        saves=RunSaves(in_background=checkpoint.async_save, on_save=every_callback.on_save),
         timers=timers,
         non_loss_data=non_loss_data or NonLossData(),
         meters=build_meters(
@@ -171,7 +176,11 @@ def setup_steps(
         chunk.config.finalize_model_grads_func = finalize
     update = build_step_update(run_config, finalize, optimizer=optimizer, timers=timers, memory=memory)
     return StepRunner(
-        run_config=run_config,
+        seq_length=run_config.data.seq_length,
+        micro_batch_size=run_config.training.micro_batch_size,
+        log_interval=run_config.logging.log_interval,
+        has_experts=run_config.transformer.num_moe_experts is not None,
+        resets_attention_mask=run_config.data.reset_attention_mask,
         model=model,
         forward_step=forward_step_func,
         groups=get_process_groups(),
@@ -365,9 +374,9 @@ def reposition_data(run: TrainingRun) -> None:
 
 def position_data(run: TrainingRun) -> None:
     """Rebuilds the data iterators of `run`, so that they start after its consumed samples. Collective."""
-    state, data = run.state, run.config.data
+    state, data = run.state, run.data
     plan = BatchPlan(
-        micro_batch_size=run.config.training.micro_batch_size,
+        micro_batch_size=run.training.micro_batch_size,
         dp_rank=group_rank(run.groups.dp),
         dp_size=group_size(run.groups.dp),
         consumed_train_samples=state.consumed_train_samples,
@@ -376,7 +385,7 @@ def position_data(run: TrainingRun) -> None:
         pin_memory=run.device.type == "cuda",
         create_attention_mask=data.create_attention_mask_in_dataloader,
         dataloader_type=data.dataloader_type,
-        seed=run.config.training.seed,
+        seed=run.training.seed,
         data_order=state.data_order or {},
         full_validation=data.full_validation,
     )
@@ -384,7 +393,7 @@ def position_data(run: TrainingRun) -> None:
     run.train_iterator, valid_iterators, test_iterator = build_data_iterators((train, valid, test), plan)
     sets = validation_sets(valid)
     names = _names_of_sets(sets, data)
-    plain = [run.evaluation_microbatches] * run.config.training.eval_iters
+    plain = [run.evaluation_microbatches] * run.training.eval_iters
     run.valid_sets = [
         EvaluationSet(
             iterator=iterator,

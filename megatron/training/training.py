@@ -165,7 +165,7 @@ def pretrain(
             )
         )
         try:
-            reason = None if run.config.training.skip_train else train(run)
+            reason = None if run.training.skip_train else train(run)
             if reason is not ExitReason.SIGNAL and evaluate_validation(run, final=True):
                 evaluate_test(run)  # not after an exit signal, because its sender does not wait for an evaluation
         finally:
@@ -209,7 +209,7 @@ def train(run: TrainingRun) -> ExitReason | None:
         while state.iteration < run.train_iters and reason is None:
             run.callbacks.on_step_start(state.iteration)
             report = None
-            if state.iteration in run.config.training.iterations_to_skip:
+            if state.iteration in run.training.iterations_to_skip:
                 reason = _skip_iteration(run)
             else:
                 step = _step_or_rewind(run)
@@ -217,7 +217,7 @@ def train(run: TrainingRun) -> ExitReason | None:
                     continue
                 report, reason = step
             reason = _end_step(run, report, reason=reason)
-            if run.is_due(run.config.checkpoint.save_interval):
+            if run.is_due(run.checkpoint.save_interval):
                 run.save_checkpoint()
             run.saves.poll()
             if report is not None:
@@ -238,7 +238,7 @@ def _step_or_rewind(run: TrainingRun) -> tuple[StepReport, ExitReason | None] | 
     try:
         report, reason = run_step(run)
     except NON_FINITE as error:
-        if run.config.faults.non_finite_policy != "rewind":
+        if run.faults.non_finite_policy != "rewind":
             raise
         rewind_from_non_finite(run, error)
         return None
@@ -271,9 +271,9 @@ def _end_step(run: TrainingRun, report: StepReport | None, *, reason: ExitReason
         run.callbacks.on_step_end(run.measured(replace(report, is_last=is_last)))
     if run.owes_evaluation and reason is not ExitReason.SIGNAL and not evaluate_validation(run):
         reason = ExitReason.SIGNAL
-    interval, is_last = run.config.faults.check_weight_hash_across_dp_replicas_interval, is_last or reason is not None
+    interval, is_last = run.faults.check_weight_hash_across_dp_replicas_interval, is_last or reason is not None
     # Also checked before a save, so that a checkpoint never contains weights that differ between replicas.
-    if run.is_due(interval) or (interval is not None and (is_last or run.is_due(run.config.checkpoint.save_interval))):
+    if run.is_due(interval) or (interval is not None and (is_last or run.is_due(run.checkpoint.save_interval))):
         check_weight_hashes(run)
     return reason
 
@@ -302,7 +302,7 @@ def run_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
     loss_scale = run.optimizer.get_loss_scale()
     try:
         # Checks losses before gradients, because the error about a loss names its microbatch.
-        if statistics.nan and run.config.training.check_for_nan_in_loss_and_grad:
+        if statistics.nan and run.training.check_for_nan_in_loss_and_grad:
             raise_non_finite_loss(reports, dist.group.WORLD, iteration=run.state.iteration + 1)
         updated, grad_norm, num_zeros = run.steps.update_sync()
         logs_logit = run.config.transformer.log_max_attention_logit
@@ -324,7 +324,7 @@ def run_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         loss_scale=float(loss_scale),
         global_batch_size=batch_size,
         consumed_samples=run.state.consumed_train_samples,
-        tokens=batch_size * run.config.data.seq_length - statistics.padding.tokens,
+        tokens=batch_size * run.data.seq_length - statistics.padding.tokens,
         padding=statistics.padding,
         consumed_padding=run.state.consumed_padding,
         seconds=time.perf_counter() - start,
@@ -366,7 +366,7 @@ def evaluate_validation(run: TrainingRun, *, final: bool = False) -> bool:
 
     Returns False if the exit signal interrupted the evaluation. The resumed run then repeats it.
     """
-    iterations = run.config.training.eval_iters
+    iterations = run.training.eval_iters
     if not run.valid_sets or iterations == 0:
         return True
     run.callbacks.on_evaluation_start(run.state.iteration)
@@ -377,7 +377,7 @@ def evaluate_validation(run: TrainingRun, *, final: bool = False) -> bool:
             return False
         _process_non_loss_data(run, one)
         found.append((one.name, losses))
-    if not run.config.data.full_validation:
+    if not run.data.full_validation:
         read = iterations + run.non_loss_data.reads_batch
         run.state.consumed_valid_samples += read * run.evaluation_batch_size
     run.state.evaluated_iteration = run.state.iteration
@@ -389,7 +389,7 @@ def evaluate_validation(run: TrainingRun, *, final: bool = False) -> bool:
 
 def evaluate_test(run: TrainingRun) -> None:
     """Evaluates the test split, if the run has one, and reports the losses unless the exit signal interrupts it."""
-    if run.test_set is None or run.config.training.eval_iters == 0:
+    if run.test_set is None or run.training.eval_iters == 0:
         return
     run.callbacks.on_evaluation_start(run.state.iteration)
     losses = evaluate(run, run.test_set)
@@ -410,7 +410,7 @@ def _process_non_loss_data(run: TrainingRun, evaluated: EvaluationSet) -> None:
             data = functions.collect(run.model)
         else:
             # The next evaluation continues after these batches. A full validation restarts at the first sample.
-            batches = evaluated.num_microbatches if run.config.data.full_validation else evaluated.num_microbatches[-1:]
+            batches = evaluated.num_microbatches if run.data.full_validation else evaluated.num_microbatches[-1:]
             data = []
             for num_microbatches in batches:
                 data += run.steps.evaluate_sync(

@@ -27,12 +27,12 @@ def run_config_of(args: argparse.Namespace | RunConfig) -> RunConfig:
     """Returns the settings that parsed arguments describe, which follow changes of the arguments."""
     if isinstance(args, RunConfig):
         return args
-    cached = args.run_config if isinstance(args, RunArguments) else None
+    cached = args._run_config if isinstance(args, RunArguments) else None
     # The values differ for a copy of the arguments, which has settings of its own.
     if cached is None or cached.values is not vars(args):
         cached = RunConfig(vars(args), build=build_config)
     if isinstance(args, RunArguments):
-        args.run_config = cached
+        args._run_config = cached
     return cached
 
 
@@ -112,7 +112,8 @@ def _field_values(config_class: Any, values: Mapping[str, Any]) -> dict[str, Any
         spec, dest = field_spec(field), field_dest(field)
         on_command_line = spec is not None and spec.flags != ()
         # None for a field without a flag means that it was not set, so the class default applies.
-        if field.init and (on_command_line or values.get(dest) is not None):
+        # Nor an argument that is missing, because a script has made the namespace itself.
+        if field.init and dest in values and (on_command_line or values[dest] is not None):
             found[field.name] = values[dest]
     return found
 

@@ -55,19 +55,19 @@ class RunArguments(argparse.Namespace):
     """Parsed arguments. Reading the argument of a rejected flag returns its default; `vars` does not contain it.
 
     Scripts written for Megatron-LM read such arguments to pass them on or to select a code path. given: sources of the
-    arguments that are not defaults, by name; see given_arguments. run_config: the settings built from the arguments;
+    arguments that are not defaults, by name; see given_arguments. _run_config: the settings built from the arguments;
     see run_config_of.
     """
 
     # Slots, so that `vars` contains only arguments.
-    __slots__ = ("given", "run_config")
+    __slots__ = ("given", "_run_config")
 
     given: Mapping[str, str]
-    run_config: RunConfig | None
+    _run_config: RunConfig | None
 
     def __init__(self, run_config: RunConfig | None = None) -> None:
         super().__init__()
-        self.run_config = run_config
+        self._run_config = run_config
         if run_config is not None:
             self.__dict__ = run_config.values
 
@@ -81,7 +81,7 @@ class RunArguments(argparse.Namespace):
     def __getstate__(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Returns the state of copies and pickles: dict and slots. Settings are built again from the copied dict."""
         given = {"given": self.given} if hasattr(self, "given") else {}
-        return vars(self), {**given, "run_config": None}
+        return vars(self), {**given, "_run_config": None}
 
 
 def given_arguments(args: argparse.Namespace) -> Mapping[str, str]:

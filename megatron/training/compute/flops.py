@@ -39,13 +39,14 @@ def num_floating_point_operations(
     means whole samples of --seq-length.
     """
     run_config = run_config_of(args)
-    seq_length = run_config.data.seq_length
+    # Not read as areas, because arguments that a script has made may have no others.
+    seq_length, vocab_size = run_config.values["seq_length"], run_config.values["padded_vocab_size"]
     tokens: float = batch_size * seq_length
     # The score operations are counted per token of a sample of seq_length.
     scored = tokens if seqlen_squared_sum_in_batch is None else seqlen_squared_sum_in_batch / seq_length
     return model_operations(
         run_config.transformer,
-        vocab_size=run_config.gpt.padded_vocab_size,
+        vocab_size=vocab_size,
         seq_length=seq_length,
         tokens=tokens if total_real_tokens_in_batch is None else total_real_tokens_in_batch,
         scored=scored,

@@ -85,7 +85,7 @@ class RunConfig:
                 raise AttributeError(f"RunConfig has no area {name!r}; areas: {', '.join(_areas())}")
             config_class, names = _areas()[name]
             values = self._values_of(names)
-            if name not in self._built or self._built[name][0] != values:
+            if name not in self._built or not _same(self._built[name][0], values):
                 self._built[name] = values, self._build(config_class, self.values)
             return self._built[name][1]
 
@@ -102,6 +102,9 @@ class RunConfig:
 
         The values of other arguments stay, including those that validation has derived, such as data_parallel_size.
         """
+        unknown = values.keys() - self.values.keys()
+        if unknown:
+            raise ValueError(f"the run has no argument {', '.join(sorted(unknown))}")
         other = RunConfig({**self.values, **values}, build=self._build)
         other._built = dict(self._built)
         return other
@@ -124,6 +127,11 @@ class RunConfig:
     def model_config(self) -> TransformerConfig:
         """Returns a copy of the transformer's configuration for one model, whose callables and timers it will hold."""
         return copy.copy(self.transformer)
+
+
+def _same(before: Sequence[Any], now: Sequence[Any]) -> bool:
+    # 1.0 and np.float32(1.0) are equal, but a field may refuse the latter.
+    return all(one is other or (type(one) is type(other) and one == other) for one, other in zip(before, now))
 
 
 # Arguments from which build_config computes further fields of a class.

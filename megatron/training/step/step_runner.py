@@ -31,7 +31,6 @@ from megatron.core.timers import Timers
 from megatron.core.utils import unwrap_model
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing.rng_state import RngState, capture_rng, restore_rng, same_rng
-from megatron.training.config import RunConfig
 from megatron.training.step.statistics import Overflow, RecordsAuxLosses, Reports, StatisticsExchange, StepStatistics
 from megatron.training.step.update import StepUpdate
 
@@ -103,12 +102,18 @@ class StepGraph(Protocol):
 class StepRunner:
     """Runs the passes of steps and evaluations over this rank's model chunks.
 
+    log_interval: steps between log lines, for which the load of experts is counted. has_experts: whether any layer of
+    the model has experts. resets_attention_mask: whether attention depends on the borders of documents in a batch.
     update: runs after the passes of a step that is not discarded; None for a run that only evaluates. memory: None if
     nothing can overflow. graph: None if passes run eagerly. Without memory and graph, passes run once, and the state at
     the start of the step is not saved.
     """
 
-    run_config: RunConfig
+    seq_length: int
+    micro_batch_size: int
+    log_interval: int
+    has_experts: bool
+    resets_attention_mask: bool
     model: Sequence[nn.Module]  # the chunks of this rank's pipeline stage
     forward_step: Callable[..., Any]
     groups: ProcessGroupCollection
@@ -144,7 +149,7 @@ class StepRunner:
                 exit_reasons=reasons,
                 padding=counted.padding if counted is not None and self._reads_first else NO_PADDING,
                 overflow_flags=overflow_flags,
-                with_load=iteration % self.run_config.logging.log_interval == 0,
+                with_load=iteration % self.log_interval == 0,
             )
             # A stage that reads no batches only knows the sum.
             if statistics.padding.tokens > 0 or (counted is not None and counted.has_padding_mask):
@@ -309,8 +314,8 @@ class StepRunner:
                 data_iterator=self._chunk_iterators(iterator),
                 model=self.model,
                 num_microbatches=num_microbatches,
-                seq_length=self.run_config.data.seq_length,
-                micro_batch_size=self.run_config.training.micro_batch_size,
+                seq_length=self.seq_length,
+                micro_batch_size=self.micro_batch_size,
                 forward_only=forward_only,
                 collect_non_loss_data=collect_non_loss_data,
             )
@@ -326,13 +331,9 @@ class StepRunner:
                 )
 
     @property
-    def _has_experts(self) -> bool:
-        return self.run_config.transformer.num_moe_experts is not None
-
-    @property
     def _has_later_experts(self) -> bool:
         """Whether experts are in chunks that read no batches by default."""
-        return self._has_experts and group_size(self.groups.pp) * len(self.model) > 2
+        return self.has_experts and group_size(self.groups.pp) * len(self.model) > 2
 
     @property
     def _reads_first(self) -> bool:
@@ -347,7 +348,7 @@ class StepRunner:
         stage, last, num_chunks = group_rank(self.groups.pp), group_size(self.groups.pp) - 1, len(self.model)
         # Attention in other chunks uses masks and document boundaries, and routers use padding masks. Reading them is
         # cheaper than receiving them.
-        everywhere = self.run_config.data.reset_attention_mask or (self._has_experts and marks_padding(iterator))
+        everywhere = self.resets_attention_mask or (self.has_experts and marks_padding(iterator))
         readers = [
             chunk
             for chunk in range(num_chunks)

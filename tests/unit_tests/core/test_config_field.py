@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import pickle
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import pytest
 import torch
@@ -84,6 +84,21 @@ class Abstract(abc.ABC):
         """Names the configuration."""
 
 
+class HasName(Protocol):
+    """A user's protocol."""
+
+    def name(self) -> str:
+        """Names the configuration."""
+
+
+@dataclass
+class OfProtocol(TransformerConfig, HasName):
+    """A configuration that inherits from a protocol."""
+
+    def name(self) -> str:
+        return "mine"
+
+
 @dataclass
 class OfInterface(TransformerConfig, Abstract):
     """A configuration that implements an interface."""
@@ -145,7 +160,7 @@ def test_a_subclass_may_have_a_field_that_is_absent_otherwise() -> None:
         TransformerConfig(**SIZES, rotary_base=10000)
 
 
-@pytest.mark.parametrize("config_class", [TransformerConfig, OfUser, OfInterface])
+@pytest.mark.parametrize("config_class", [TransformerConfig, OfUser, OfInterface, OfProtocol])
 def test_values_without_effect_survive_copies(config_class: type[TransformerConfig]) -> None:
     config = config_class(**SIZES, bias_dropout_fusion=True, batch_p2p_comm=False)
     larger = dataclasses.replace(config, num_layers=4, fp8=None, persist_layer_norm=True)
@@ -159,14 +174,20 @@ def test_values_without_effect_survive_copies(config_class: type[TransformerConf
 
 
 def test_absent_values_contain_only_absent_fields() -> None:
-    with pytest.raises(ValueError, match=r"^TransformerConfig\.hidden_size is 8: must not be in absent_values"):
+    with pytest.raises(ValueError, match=r"^TransformerConfig\.hidden_size is 8: is not a field of this class"):
         TransformerConfig(**SIZES, absent_values={"hidden_size": 8})
+    with pytest.raises(ValueError, match=r"^TransformerConfig\.absent_values is \['fp8'\]: must be a dict"):
+        TransformerConfig(**SIZES, absent_values=["fp8"])
 
 
 def test_absent_fields_can_be_assigned() -> None:
     config = TransformerConfig(**SIZES)
     config.tp_comm_overlap = True
-    assert config.tp_comm_overlap is True
+    assert config.tp_comm_overlap is True and config != TransformerConfig(**SIZES)
+    assert dataclasses.replace(config, num_layers=4).tp_comm_overlap is True
+    config.fp8 = "e4m3"
+    with pytest.raises(ValueError, match=r"^TransformerConfig\.fp8 is 'e4m3'"):
+        dataclasses.replace(config, num_layers=4)
 
 
 def test_unsupported_arguments_are_refused_by_name() -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from megatron.training.arguments import parse_args, read_run_config, validate_args
@@ -188,7 +189,7 @@ def test_a_copy_of_arguments_leaves_built_settings_behind() -> None:
     # Such as the timers and callables of a running model.
     vars(run_config_of(args).transformer)["timers"] = lambda: None
     assert pickle.loads(pickle.dumps(args)) == args
-    assert copy.deepcopy(args).run_config is copy.copy(args).run_config is None
+    assert copy.deepcopy(args)._run_config is copy.copy(args)._run_config is None
 
 
 def test_a_namespace_of_a_script_has_settings_too() -> None:
@@ -199,3 +200,26 @@ def test_a_namespace_of_a_script_has_settings_too() -> None:
     assert given_arguments(args)["lr"] == COMMAND_LINE
     args.lr = 0.5
     assert run_config_of(args).optimizer.lr == 0.5
+
+
+def test_a_value_of_another_type_is_checked_although_it_is_equal() -> None:
+    args = _args()
+    args.lr = np.float32(args.lr)
+    with pytest.raises(CommandLineError, match="--lr is .*: must be a number"):
+        _ = run_config_of(args).optimizer
+
+
+def test_scripts_may_name_an_argument_like_the_settings() -> None:
+    def add_flag(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+        parser.add_argument("--run-config", default="abc")
+        return parser
+
+    args = parse_args(add_flag, argv=[*DENSE, "--run-config", "file"])
+    validate_args(args)
+    assert args.run_config == vars(args)["run_config"] == "file"
+    assert run_config_of(args).training.train_iters == 3
+
+
+def test_changed_settings_refuse_unknown_names() -> None:
+    with pytest.raises(ValueError, match="no argument hiden_size"):
+        run_config_of(_args()).changed(hiden_size=4)
