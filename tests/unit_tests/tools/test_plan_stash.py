@@ -19,6 +19,7 @@ from megatron.planner.stash.walk import StepLevel, walk
 from megatron.tools.plan_stash import main, read_flags, stash_plan
 from megatron.tools.stash_report import NAMES, as_page, paste
 from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingStep, read_routing
+from megatron.training.command_line.config_builder import run_config_of
 from tests.browser import (
     FIGURE_PROBLEMS,
     embedded_figures,
@@ -49,7 +50,7 @@ def argv(*words: str, **flags: Any) -> list[str]:
 
 
 def header(**others: Any) -> RoutingHeader:
-    return replace(RoutingHeader.of(read_flags(argv("--skew", "balanced"))), **others)
+    return replace(RoutingHeader.of(run_config_of(read_flags(argv("--skew", "balanced")))), **others)
 
 
 def recorded(steps: int, of: RoutingHeader, *, shape: tuple[int, int]) -> list[RoutingStep]:
@@ -77,7 +78,7 @@ def written(path: Path, steps: list[RoutingStep]) -> str:
 def test_a_trace_of_any_layout_gives_every_rank_its_tokens(
     tokens: int, shape: tuple[int, int], is_guessed: bool
 ) -> None:
-    run = planned_run(read_flags(argv("--skew", "balanced")), pretrain_gpt.model_provider)
+    run = planned_run(run_config_of(read_flags(argv("--skew", "balanced"))), pretrain_gpt.model_provider)
     steps = recorded(2, header(tokens_of_microbatch=tokens), shape=shape)
     (span,), guesses = traced_spans(steps, run, num_groups=1, seed=1)
     assert (len(guesses) > 0) == is_guessed and span.num_steps == 2
@@ -94,7 +95,7 @@ def test_a_trace_of_any_layout_gives_every_rank_its_tokens(
 
 
 def test_what_a_step_spills_is_counted_in_bytes() -> None:
-    run = planned_run(read_flags(argv("--skew", "balanced")), pretrain_gpt.model_provider)
+    run = planned_run(run_config_of(read_flags(argv("--skew", "balanced"))), pretrain_gpt.model_provider)
     spans, _ = traced_spans(recorded(2, header(), shape=(4, 2)), run, num_groups=1, seed=1)
     large, none = (3.0, 0.0), (0.0, 3.0)
     on_device, on_host = (
@@ -115,7 +116,7 @@ def test_what_a_step_spills_is_counted_in_bytes() -> None:
 
 
 def test_a_discarded_step_is_counted_at_its_place_in_the_run() -> None:
-    run = planned_run(read_flags(argv("--skew", "balanced")), pretrain_gpt.model_provider)
+    run = planned_run(run_config_of(read_flags(argv("--skew", "balanced"))), pretrain_gpt.model_provider)
     calm = recorded(4, header(), shape=(4, 2))
     tokens = {layer: np.full_like(counts, TOKENS * 2 // EXPERTS) for layer, counts in calm[0].tokens.items()}
     # All rows of the last step belong to the first of the two ranks that share experts.
@@ -132,9 +133,9 @@ def test_blocks_that_were_split_at_random_do_not_overflow_the_largest_buffers() 
     # Each rank has one expert, which each token chooses at most once.
     flags = {"world_size": 4, "pipeline_model_parallel_size": 1, "expert_model_parallel_size": EXPERTS}
     flags |= {"moe_expert_rank_capacity_factor": float(EXPERTS), "moe_paged_stash_buffer_size_factor_cuda": 4.0}
-    args = read_flags(argv("--skew", "balanced", **flags))
-    run = planned_run(args, pretrain_gpt.model_provider)
-    whole = RoutingHeader.of(args)
+    run_config = run_config_of(read_flags(argv("--skew", "balanced", **flags)))
+    run = planned_run(run_config, pretrain_gpt.model_provider)
+    whole = RoutingHeader.of(run_config)
     whole = replace(whole, tokens_of_microbatch=2 * whole.tokens_of_microbatch)
     of_block = [whole.tokens_of_microbatch, whole.tokens_of_microbatch, 0, 0]
     steps = [RoutingStep(whole, 1, {layer: np.array([[of_block] * 4]) for layer in whole.layers})]
@@ -147,7 +148,7 @@ def test_blocks_that_were_split_at_random_do_not_overflow_the_largest_buffers() 
 def test_what_is_recommended_is_enough_and_less_is_not(tmp_path: Path) -> None:
     trace = written(tmp_path / "trace", recorded(12, header(), shape=(4, 2)))
     args = read_flags(argv("--trace", trace, "--wanted-probability", "1"))
-    plan, run = stash_plan(args), planned_run(args, pretrain_gpt.model_provider)
+    plan, run = stash_plan(args), planned_run(run_config_of(args), pretrain_gpt.model_provider)
     spans, _ = traced_spans(read_routing(trace), run, num_groups=1, seed=1)
     assert set(plan.recommended) == {StepLevel.DEVICE, StepLevel.HOST, StepLevel.ACT, StepLevel.GATE_UP}
     factors = {level: one.flags.moe_paged_stash_buffer_size_factor_cuda for level, one in plan.recommended.items()}
