@@ -11,8 +11,6 @@ MINUTES ?=
 BASE ?=
 OUT ?=
 CALL ?=
-RECORD ?=
-ONLY ?=
 VERSION ?=
 ORDER ?=
 TEST_OPTIONS ?=
@@ -20,7 +18,7 @@ TEST_OPTIONS ?=
 PYTEST = $(IN_VENV) -m pytest --numprocesses=3 --dist=loadfile --no-loadscope-reorder $(if $(ORDER),--order-seed=$(ORDER)) $(TEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env lock train test test-fast test-torch check check-types check-structure structure soak same-losses same-losses-faults mutants gpu docs clean
+.PHONY: help env lock train test test-fast test-torch check check-types check-structure structure soak same-losses same-losses-faults gpu docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-19s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -58,7 +56,7 @@ check: env  ## format, lint, types and structure, without changing anything
 	@$(MAKE) --no-print-directory --jobs=2 --keep-going --output-sync=target check-types check-structure
 
 check-types:
-	$(IN_VENV) -m mypy $(SOURCES) tests/harness.py tests/structure tests/recording tests/mutants
+	$(IN_VENV) -m mypy $(SOURCES) tests/harness.py tests/structure
 
 check-structure:
 	$(IN_VENV) -m ruff format --check .
@@ -77,10 +75,6 @@ same-losses: env  ## train small runs with BASE=commit and with the working tree
 
 same-losses-faults: env  ## put faults into copies of the committed HEAD; same-losses must notice each
 	$(IN_VENV) tools/seeded_faults.py
-
-mutants: env  ## put faults into copies of the committed HEAD; tests must notice each (RECORD=folder ONLY=text BASE=commit)
-	@test -n "$(BASE)$(RECORD)" || $(IN_VENV) -m tarfile -e tests/mutants/record.tar.xz $(VENV)
-	$(IN_VENV) -m tests.mutants $(if $(BASE),--base $(BASE),$(or $(RECORD),$(VENV)/record)) $(if $(ONLY),--only "$(ONLY)")
 
 # Without `env`: a machine with a GPU brings its own torch, and may have no network.
 gpu:  ## on a machine with a GPU: measure (call A, 480 s), then test (call B, 170 s) (CALL=A or B; OUT=folder of the results)

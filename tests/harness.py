@@ -4,7 +4,6 @@ Every call uses fresh processes, so no state, seed or group is left over from an
 """
 
 import faulthandler
-import importlib
 import multiprocessing
 import os
 import pickle
@@ -246,7 +245,6 @@ def _output_path(folder: Path, rank: int, name: str) -> Path:
 
 def _rank_main(job: _Job, call: bytes, sender: Connection) -> None:
     _prepare_process(job)
-    recorder = _recorder()
     outcome = RankOutcome(job.rank)
     store = None
     try:
@@ -260,8 +258,6 @@ def _rank_main(job: _Job, call: bytes, sender: Connection) -> None:
     outcome.ended_at = time.monotonic()
     sys.stdout.flush()
     sys.stderr.flush()
-    if recorder is not None:
-        recorder.finish()  # before the outcome is sent, since the parent kills ranks once it has all outcomes
     sender.send_bytes(_pickle(outcome))
     if store is not None:
         store.set(_key("ended", job.rank), "")
@@ -273,13 +269,6 @@ def _rank_main(job: _Job, call: bytes, sender: Connection) -> None:
         dist.destroy_process_group()
     # A failed rank exits immediately. The other ranks notice its failure by the closed sockets.
     os._exit(0)
-
-
-def _recorder() -> Any:
-    """Starts the recorder of tests/recording if this test run is recorded. Only then is `coverage` imported."""
-    if "RECORD_TESTS" not in os.environ:
-        return None
-    return importlib.import_module("tests.recording.recorder").record_this_process("rank")
 
 
 def _prepare_process(job: _Job) -> None:

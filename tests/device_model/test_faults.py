@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from tests.device_model.alarms import Kind
-from tests.device_model.faults import DeviceFault, read_faults, results_of
+from tests.device_model.faults import ROOT, DeviceFault, read_faults, results_of
 from tests.device_model.host import on_modelled_gpus
 from tests.device_model.rows import Modelled, Row, train
 
@@ -37,6 +37,12 @@ def test_a_seeded_fault_is_found(fault: DeviceFault) -> None:
     assert all(record.alarms == [] and record.error is None for record in sound_records(row.ranks)[row])
     found = records(row.ranks)[fault.name]
     assert any(fault.kind in record.kinds for record in found), [record.error for record in found]
+
+
+def test_every_fault_has_its_place_in_these_files() -> None:
+    for fault in FAULTS.values():
+        text = (ROOT / fault.file).read_text(encoding="utf-8")
+        assert text.count(fault.old) == 1, f"{fault.name}: move it in faults.yaml, {fault.file} has changed"
 
 
 def test_there_are_faults_of_every_kind_that_a_program_can_cause() -> None:

@@ -10,13 +10,7 @@ from functools import cached_property
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PRODUCT = (
-    "megatron",
-    "tools",
-    "pretrain_gpt.py",
-    "model_provider.py",
-    "gpt_builders.py",
-)  # measured here, and also recorded by tests/recording
+PRODUCT = ("megatron", "tools", "pretrain_gpt.py", "model_provider.py", "gpt_builders.py")
 AROUND = ("benchmarks", "examples")
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef

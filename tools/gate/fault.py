@@ -1,4 +1,4 @@
-"""Defines a fault: a text replacement in one file. tools/seeded_faults.py and tests/mutants check for its detection."""
+"""Defines a fault: a text replacement in one file. tools/seeded_faults.py and tests/device_model detect it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
