@@ -1,19 +1,18 @@
-"""Reads absent_features.json: the flags, values of flags, configuration fields and names that only Megatron-LM has.
+"""Reads absent_features.json: the flags, values of flags and configuration fields that only Megatron-LM has.
 
-The command line, configurations, tools/translate_flags.py, tools/compare_api.py and the generated pages read it. When a
-feature is added, delete its rows there, and nowhere else. Rows of flags that work move to
-tests/structure/megatron_flags.json.
+The command line, configurations, tools/translate_flags.py and the generated docs/flags.md read it. When a feature is
+added, delete its rows there, and nowhere else. Rows of flags that work move to tests/structure/megatron_flags.json.
 
 An entry of the file is a feature. Its keys:
 
-- advice: why the feature is not supported, and what to do instead. It ends messages about flags, fields and names.
-- in_python: the same for fields and names, if the advice applies only to flags.
+- advice: why the feature is not supported, and what to do instead. It ends messages about flags and fields.
+- in_python: the same for fields, if the advice applies only to flags.
 - no_effect: for flags and fields that are accepted without effect, the end of a sentence that starts with their name.
 - changes_speed: whether these flags change the speed or memory of a Megatron-LM run.
 - in_scripts: what a launch script's flags become, as rules of tools/translations.yaml without `flags`. The first rule
   that matches applies. Without a rule, a flag is omitted, and the advice is the reason.
-- flags, values, fields, names: the rows. values are those of working flags; names are patterns of module.owner.name. A
-  row has its own advice or in_scripts where those of the feature would be wrong.
+- flags, values, fields: the rows. values are those of working flags. A row has its own advice or in_scripts where those
+  of the feature would be wrong.
 
 Rows omit common values: state `refused`, action `store`, type `str`, default None of a flag, a `dest` that argparse
 would derive, and the default of a switch, which is the opposite of the value that it stores.
@@ -100,21 +99,12 @@ class AbsentField:
 
 
 @dataclass(frozen=True)
-class AbsentName:
-    """A pattern of public names, matched against module.owner.name."""
-
-    pattern: str
-    advice: str
-
-
-@dataclass(frozen=True)
 class AbsentFeatures:
     """All rows, in file order."""
 
     flags: tuple[AbsentFlag, ...]
     values: tuple[AbsentValue, ...]
     fields: tuple[AbsentField, ...]
-    names: tuple[AbsentName, ...]
 
 
 @functools.cache
@@ -130,11 +120,6 @@ def absent_features() -> AbsentFeatures:
             for row in entry.get("values", ())
         ),
         tuple(_field(row, entry) for entry in entries for row in entry.get("fields", ())),
-        tuple(
-            AbsentName(row["name"], row.get("advice", _in_python(entry)))
-            for entry in entries
-            for row in entry.get("names", ())
-        ),
     )
 
 
@@ -162,10 +147,6 @@ def _flag(row: Mapping[str, Any], entry: Mapping[str, Any]) -> AbsentFlag:
         changes_speed=entry.get("changes_speed", False),
         in_scripts=tuple(rules),
     )
-
-
-def _in_python(entry: Mapping[str, Any]) -> str:
-    return entry.get("in_python") or entry.get("advice", "")
 
 
 def _treatment(row: Mapping[str, Any], entry: Mapping[str, Any], *, advice: str) -> dict[str, Any]:
@@ -196,5 +177,5 @@ def _field(row: Mapping[str, Any], entry: Mapping[str, Any]) -> AbsentField:
     elif isinstance(default, str) and float in kinds:
         default = float(default)
     hint = functools.reduce(operator.or_, kinds)
-    treatment = _treatment(row, entry, advice=_in_python(entry))
+    treatment = _treatment(row, entry, advice=entry.get("in_python") or entry.get("advice", ""))
     return AbsentField(row["config"], row["field"], hint, default, **treatment)

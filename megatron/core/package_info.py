@@ -3,8 +3,8 @@
 Plug-ins for Megatron Core compare `megatron.core.__version__` with a release in order to choose between old and new
 names, for example `Version(megatron.core.__version__) >= Version("0.12")`. The version here is therefore not this
 project's own, which is `megatron.__version__`, but that of Megatron Core whose interface applies: the last release
-before the names of docs/python_names.md (main of 2026-08-22), and the one that exchanged checkpoints with this package
-(tests/megatron_core). It changes when these change. All other values describe this project.
+before the main branch with which docs/python_names.md compares, and the one that exchanged checkpoints with this
+package (tests/megatron_core). It changes when these change. All other values describe this project.
 """
 
 MAJOR = 0

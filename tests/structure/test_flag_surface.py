@@ -167,7 +167,7 @@ def test_refusals_advise_only_what_a_user_can_do() -> None:
     # Flags without effect may say that they are read only with a flag that is refused.
     sentences = {row.advice for row in features.flags if row.state is not AbsentState.NO_EFFECT}
     sentences |= {row.advice for row in features.fields if row.state is not AbsentState.NO_EFFECT}
-    sentences |= {row.advice for row in features.names} | {row.advice or "" for row in features.values}
+    sentences |= {row.advice or "" for row in features.values}
     sentences |= {row.hint or "" for row in features.flags}
     for sentence in sentences:
         advised = [word.strip(",:;()") for word in sentence.split() if word.startswith("--")]

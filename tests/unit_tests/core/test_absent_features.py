@@ -1,4 +1,4 @@
-"""absent_features.json: complete rows, one place for each flag, value, field and name, and nothing that works."""
+"""absent_features.json: complete rows, one place for each flag, value and field, and nothing that works."""
 
 import dataclasses
 import importlib
@@ -16,7 +16,6 @@ KEYS = {
     "flags": ({"flag", "group"}, {"also", "dest", "state", "action", "type", "nargs", "choices", "default"}),
     "values": ({"flag", "values"}, set()),
     "fields": ({"config", "field", "type", "default"}, {"state"}),
-    "names": ({"name"}, set()),
 }
 OF_ANY_ROW = {"advice"}
 OF_FLAGS = {"hint", "in_scripts"}
@@ -47,7 +46,7 @@ def test_every_row_is_complete(entry: dict[str, Any]) -> None:
         for rule in owner.get("in_scripts", ()):
             assert {"becomes", "effect", "why"} <= rule.keys() <= RULE_KEYS, rule
     # A sentence that no row uses would be left over from rows that are gone.
-    users: dict[str, list[Any]] = {"advice": [], "in_python": [*entry.get("names", ())], "no_effect": []}
+    users: dict[str, list[Any]] = {"advice": [], "in_python": [], "no_effect": []}
     for kind, key in (("flags", "advice"), ("fields", "in_python")):
         for row in entry.get(kind, ()):
             users["no_effect" if row.get("state") == "no effect" else key].append(row)
@@ -64,7 +63,6 @@ def test_nothing_is_listed_twice() -> None:
         *(f"argument {flag.dest}" for flag in features.flags),
         *(f"{row.flag} {value}" for row in features.values for value in row.values),
         *(f"{field.config}.{field.name}" for field in features.fields),
-        *(name.pattern for name in features.names),
         *(entry["feature"] for entry in ENTRIES),
     ]
     assert not [name for name, count in Counter(listed).items() if count > 1]
