@@ -1,5 +1,6 @@
 """Partial reads of stored tensors, and checkpoints with correct checksums and contradictory contents."""
 
+import io
 import json
 import pickle
 import shutil
@@ -77,6 +78,27 @@ def test_an_expert_of_a_stack_is_read_alone_where_one_is_larger_than_the_bound(t
     load_items(ShardedTensor.at("experts", target, (4, 128, 256), (1, 10, 30)), tmp_path / "c")
     assert torch.equal(target, stack[1:3, 10:74, 30:230])
     assert max(reads) <= BOUND and sum(reads) == 2 * 64 * 256 * 4
+
+
+class MovedFile(io.FileIO):
+    """A file whose position another thread moves before each read."""
+
+    def read(self, size=-1):
+        self.seek(0)
+        return super().read(size)
+
+    def readinto(self, buffer):
+        self.seek(0)
+        return super().readinto(buffer)
+
+
+def test_threads_that_share_a_file_do_not_move_the_reads_of_others(tmp_path, monkeypatch):
+    values = [torch.full((5, 7), float(number)) for number in range(4)]
+    save_items([ShardedTensor.whole(f"w{n}", value) for n, value in enumerate(values)], tmp_path / "c", common={})
+    monkeypatch.setattr(storage, "open", lambda path, mode, buffering: MovedFile(path, mode), raising=False)
+    found = [torch.zeros(5, 7) for _ in values]
+    load_items([ShardedTensor.whole(f"w{n}", target) for n, target in enumerate(found)], tmp_path / "c")
+    assert all(map(torch.equal, found, values))
 
 
 # Contradictory contents.
