@@ -245,7 +245,7 @@ def test_precision_chooses_the_class():
     [
         ({"optimizer": "lion"}, "'lion': must be one of adam, sgd, muon"),
         ({"lr": 0.1, "min_lr": 0.2}, "min_lr is 0.2: must be at most OptimizerConfig.lr"),
-        ({"fp16": True, "bf16": True}, "fp16 and bf16 are both set"),
+        ({"fp16": True, "bf16": True}, "OptimizerConfig.fp16 and OptimizerConfig.bf16 are both given"),
         ({"min_loss_scale": 2.0, "initial_loss_scale": 1.0}, "min_loss_scale is 2.0"),
         ({"clip_grad": -1.0}, "clip_grad is -1.0: must be at least 0"),
         ({"overlap_cpu_optimizer_d2h_h2d": True}, "requires optimizer_cpu_offload as well"),
