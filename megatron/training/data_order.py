@@ -39,8 +39,8 @@ def split_sizes(run: TrainingRun) -> SplitSizes:
         due, done = (n // training.eval_interval for n in (run.train_iters, state.evaluated_iteration))
         evaluations += max(due - done, 0)
     last_valid: int | None = max(valid, state.consumed_valid_samples + evaluations * evaluation)
-    is_cyclic, evaluates = run.data.dataloader_type == "cyclic", training.eval_iters > 0
-    if run.data.full_validation:
+    is_cyclic, evaluates = run.config.data.dataloader_type == "cyclic", training.eval_iters > 0
+    if run.config.data.full_validation:
         last_valid = None
     orders = state.data_order or {}
     read = {
@@ -66,7 +66,7 @@ def build_datasets(run: TrainingRun) -> None:
     assert run.datasets_provider is not None, "set by setup_data"
     sizes = split_sizes(run)
     run.datasets, run.split_sizes = run.datasets_provider(sizes), sizes
-    if run.data.dataloader_type == "external":
+    if run.config.data.dataloader_type == "external":
         return
     found = _agreed({split.name: _orders(run, split, sizes) for split in Split})
     before = run.state.data_order or {}

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_order import SplitSizes
 from megatron.core.datasets.padding import PaddingCount
 from megatron.core.dist_checkpointing import PendingSave, StagingMemory
@@ -89,13 +88,12 @@ class EvaluationSet:
 class TrainingRun:
     """The components and counters of one run. The data iterators are set once the data position is known.
 
-    config: all settings, which follow changes that a script makes to its arguments. training, data, checkpoint, faults:
+    config: all settings, which follow changes that a script makes to its arguments. training, checkpoint, faults:
     settings as they were when the run was set up, which determine its steps.
     """
 
     config: RunConfig
     training: TrainingConfig
-    data: DataConfig
     checkpoint: CheckpointConfig
     faults: FaultConfig
     model: list[nn.Module]  # the chunks of this rank's pipeline stage

@@ -85,7 +85,7 @@ def setup_run(
     evaluation data other than losses.
     """
     training, logging, faults = run_config.training, run_config.logging, run_config.faults
-    data, checkpoint = run_config.data, run_config.checkpoint
+    checkpoint = run_config.checkpoint
     # Called first, because it raises an error for flags that need a GPU.
     graphs = None if run_config.transformer.cuda_graph_impl == "none" else graphs or graph_device()
     check_folders(run_config)
@@ -122,7 +122,6 @@ def setup_run(
     run = TrainingRun(
         config=run_config,
         training=training,
-        data=data,
         checkpoint=checkpoint,
         faults=faults,
         model=model,
@@ -374,7 +373,7 @@ def reposition_data(run: TrainingRun) -> None:
 
 def position_data(run: TrainingRun) -> None:
     """Rebuilds the data iterators of `run`, so that they start after its consumed samples. Collective."""
-    state, data = run.state, run.data
+    state, data = run.state, run.config.data
     plan = BatchPlan(
         micro_batch_size=run.training.micro_batch_size,
         dp_rank=group_rank(run.groups.dp),

@@ -324,7 +324,7 @@ def run_step(run: TrainingRun) -> tuple[StepReport, ExitReason | None]:
         loss_scale=float(loss_scale),
         global_batch_size=batch_size,
         consumed_samples=run.state.consumed_train_samples,
-        tokens=batch_size * run.data.seq_length - statistics.padding.tokens,
+        tokens=batch_size * run.steps.seq_length - statistics.padding.tokens,
         padding=statistics.padding,
         consumed_padding=run.state.consumed_padding,
         seconds=time.perf_counter() - start,
@@ -377,7 +377,7 @@ def evaluate_validation(run: TrainingRun, *, final: bool = False) -> bool:
             return False
         _process_non_loss_data(run, one)
         found.append((one.name, losses))
-    if not run.data.full_validation:
+    if not run.config.data.full_validation:
         read = iterations + run.non_loss_data.reads_batch
         run.state.consumed_valid_samples += read * run.evaluation_batch_size
     run.state.evaluated_iteration = run.state.iteration
@@ -410,7 +410,7 @@ def _process_non_loss_data(run: TrainingRun, evaluated: EvaluationSet) -> None:
             data = functions.collect(run.model)
         else:
             # The next evaluation continues after these batches. A full validation restarts at the first sample.
-            batches = evaluated.num_microbatches if run.data.full_validation else evaluated.num_microbatches[-1:]
+            batches = evaluated.num_microbatches if run.config.data.full_validation else evaluated.num_microbatches[-1:]
             data = []
             for num_microbatches in batches:
                 data += run.steps.evaluate_sync(

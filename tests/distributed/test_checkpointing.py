@@ -9,6 +9,7 @@ import torch.distributed as dist
 from megatron.core.device import seed_all
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.training.checkpointing import check_save_folder, load_run, save_run
+from megatron.training.command_line.config_builder import run_config_of
 from megatron.training.config import CheckpointConfig
 from tests.harness import launch_on_ranks, run_on_ranks
 from tests.unit_tests.training.small_run import SmallRun
@@ -21,7 +22,12 @@ def groups():
 def call(function, run, folder, *leading):
     config = CheckpointConfig(save=str(folder), load=str(folder))
     objects = [run.model], run.optimizer, run.scheduler
-    common = {"train_state": run.state, "args": run.args, "config": config, "pg_collection": groups()}
+    common = {
+        "train_state": run.state,
+        "run_config": run_config_of(run.args),
+        "config": config,
+        "pg_collection": groups(),
+    }
     return function(*leading, *objects, **common)
 
 

@@ -200,7 +200,7 @@ def _external_provider(sizes: list[Any]) -> list[Any]:
 @contextmanager
 def _external_run(argv: Sequence[str]) -> Iterator[tuple[TrainingRun, _Reports]]:
     with started_run(argv) as run:
-        run.args.dataloader_type = "external"
+        run.config.values["dataloader_type"] = "external"
         setup_data(run, _external_provider, num_workers=0)
         reports = _Reports()
         run.callbacks = CallbackList([reports])
@@ -237,10 +237,10 @@ def test_a_script_may_give_validation_data_only_to_ranks_that_read_it() -> None:
 
 def _evaluate_some(argv: Sequence[str]) -> tuple[list[str | None], bool]:
     with started_run([*argv, "--multiple-validation-sets", "--pipeline-model-parallel-size", "2"]) as run:
-        run.args.dataloader_type = "external"
+        run.config.values["dataloader_type"] = "external"
         # Both stages may read batches, the last one for its labels. Here only the last one gets data.
         own = group_rank(run.groups.pp) == 1
-        run.args.validation_set_names = ["books", "1"] if own else None
+        run.config.values["validation_set_names"] = ["books", "1"] if own else None
         setup_data(
             run, lambda sizes: (None, [iter(()), iter(())] if own else None, iter(()) if own else None), num_workers=0
         )

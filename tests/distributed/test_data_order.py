@@ -169,7 +169,7 @@ def _resume_script(argv: Sequence[str], cyclic: bool) -> tuple[list[str], list[l
     """Reads a script's datasets of several sizes in one run. Returns the log lines and indices of each."""
     logs, indices = [], []
     with started_run(argv) as run:
-        run.args.dataloader_type = "cyclic" if cyclic else "single"
+        run.config.values["dataloader_type"] = "cyclic" if cyclic else "single"
         for size, consumed in ((10, 0), (10, 4), (14, 8), (7, 16)):
             run.state.consumed_train_samples = consumed
             log = io.StringIO()
@@ -252,7 +252,7 @@ def _read_other_files(argv: Sequence[str], folder: str) -> str:
     with started_run(argv) as run:
 
         def provider(sizes: list[Any]) -> Any:
-            run.args.data_path = [f"{folder}/{'ab'[dist.get_rank()]}"]
+            run.config.values["data_path"] = [f"{folder}/{'ab'[dist.get_rank()]}"]
             return pretrain_gpt.train_valid_test_datasets_provider(sizes)
 
         with pytest.raises((ValueError, RemoteRankError)) as caught:

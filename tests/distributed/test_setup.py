@@ -21,12 +21,16 @@ def test_arguments_tell_where_a_resumed_run_starts(tmp_path: Path) -> None:
 
 def _resume(argv: list[str], folder: str) -> tuple[int, tuple[int, int], tuple[int, int]]:
     with started_run([*argv, "--save", folder]) as run:
-        before = (run.args.iteration, run.args.consumed_train_samples)
+        before = (run.config.values["iteration"], run.config.values["consumed_train_samples"])
         run_step(run)
         run_step(run)
         run.save_checkpoint()
     with started_run([*argv, "--load", folder]) as run:
-        return run.global_batch_size, before, (run.args.iteration, run.args.consumed_train_samples)
+        return (
+            run.global_batch_size,
+            before,
+            (run.config.values["iteration"], run.config.values["consumed_train_samples"]),
+        )
 
 
 def test_a_run_in_samples_resumes_with_other_batches_for_the_samples_that_are_left(tmp_path: Path) -> None:
@@ -41,7 +45,7 @@ def _ends_after_a_resume(argv: list[str], folder: str) -> list[int]:
     ends = []
     for batch in ("4", "2", "6"):
         with started_run([*argv, "--load", folder, "--global-batch-size", batch]) as run:
-            assert run.args.train_iters == run.train_iters
+            assert run.config.values["train_iters"] == run.train_iters
             ends.append(run.train_iters)
     return ends
 

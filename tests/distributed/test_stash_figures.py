@@ -11,7 +11,7 @@ from megatron.planner.stash.outlook import Needs, needs_of_steps
 from megatron.planner.stash.routing import traced_spans
 from megatron.planner.stash.stages import planned_run
 from megatron.planner.stash.walk import Walk, walk
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import read_run_config
 from megatron.training.callbacks import RunStart
 from megatron.training.callbacks.routing_trace import read_routing
 from megatron.training.meters.stash import stash_timeline
@@ -77,8 +77,7 @@ def test_an_expert_rank_has_the_rows_of_all_its_tensor_ranks_in_a_balanced_step(
 
 def _planned(argv: list[str], trace: Path) -> tuple[Walk, Needs]:
     """Plans a run of two ranks from the routing trace of that run."""
-    args = validate_args(parse_args(argv=[*argv, "--dry-run", "--world-size", "2"]))
-    run = planned_run(args, pretrain_gpt.model_provider)
+    run = planned_run(read_run_config([*argv, "--dry-run", "--world-size", "2"]), pretrain_gpt.model_provider)
     spans, guesses = traced_spans(read_routing(trace), run, num_groups=run.ranks.num_groups, seed=1)
     assert not guesses
     return walk(run, run.flags, spans=spans, grows=True), needs_of_steps(run, spans)

@@ -82,7 +82,7 @@ def as_checkpoint(
     """
     group = every_rank(process_group)
     with all_ranks_agree(group):
-        rows = files.vocabulary_rows(num_tokens=run_config.gpt.unpadded_vocab_size)
+        rows = files.vocabulary_rows(num_tokens=run_config.values["unpadded_vocab_size"])
         layout = files.layout
         own: list[_StoredPart] = []
         for number, rank in enumerate(files.ranks()):

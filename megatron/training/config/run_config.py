@@ -130,8 +130,11 @@ class RunConfig:
 
 
 def _same(before: Sequence[Any], now: Sequence[Any]) -> bool:
-    # 1.0 and np.float32(1.0) are equal, but a field may refuse the latter.
-    return all(one is other or (type(one) is type(other) and one == other) for one, other in zip(before, now))
+    for one, other in zip(before, now):
+        # 1.0 and np.float32(1.0) are equal, but a field may refuse the latter.
+        if one is not other and (type(one) is not type(other) or one != other):
+            return False
+    return True
 
 
 # Arguments from which build_config computes further fields of a class.

@@ -333,8 +333,8 @@ def test_rotary_settings_are_accepted_with_rotary_positions(positions: str) -> N
 
 
 def test_command_line_settings_become_transformer_fields() -> None:
-    sizes: dict[str, Any] = {"hidden_size": 256, "ffn_hidden_size": None, "num_query_groups": 2}
-    assert transformer_fields(GPTModelConfig(swiglu=True), **sizes)["ffn_hidden_size"] == 640
-    assert transformer_fields(GPTModelConfig(), **sizes)["ffn_hidden_size"] == 1024
-    assert transformer_fields(GPTModelConfig(), **sizes)["num_query_groups"] is None
-    assert transformer_fields(GPTModelConfig(group_query_attention=True), **sizes)["num_query_groups"] == 2
+    arguments = {**vars(GPTModelConfig()), "hidden_size": 256, "ffn_hidden_size": None, "num_query_groups": 2}
+    assert transformer_fields({**arguments, "swiglu": True})["ffn_hidden_size"] == 640
+    assert transformer_fields(arguments)["ffn_hidden_size"] == 1024
+    assert transformer_fields(arguments)["num_query_groups"] is None
+    assert transformer_fields({**arguments, "group_query_attention": True})["num_query_groups"] == 2
