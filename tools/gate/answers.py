@@ -184,7 +184,7 @@ class _Answering:
         return self._after(validate_args(args) if twice else args)
 
     def ask_write(self, argv: list[str], name: str, value: Any, when: str) -> Answer:
-        """What a script's write to an argument reaches, before or after validation."""
+        """Returns the settings after a script has set an argument. when: before or after validation."""
         args = parse_args(argv=argv)
         if when == "before":
             setattr(args, name, value)
@@ -248,13 +248,13 @@ class _Answering:
         return importlib.import_module("megatron.tools.translate_flags").main([str(script), *words])
 
     def ask_program(self, argv: list[str]) -> Answer:
-        """What pretrain_gpt.py prints, and the JSON files that it writes below {folder}."""
+        """Returns the output of pretrain_gpt.py, and the JSON files that it writes to {folder}."""
         return self._forked(lambda words: pretrain_gpt.main(words), argv)
 
     def ask_script(
         self, argv: list[str], provided: dict[str, Any], written: dict[str, Any], defaults: dict[str, Any]
     ) -> Answer:
-        """What a script that changes arguments builds. provided: defaults that its extra_args_provider changes."""
+        """Returns the settings of a script that sets arguments. provided: defaults set by its extra_args_provider."""
 
         def provide(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
             parser.set_defaults(**provided)
