@@ -24,7 +24,6 @@ from megatron.core.process_groups_config import (
     ProcessGroupCollection,
     group_rank,
     group_size,
-    host_group,
     or_alone,
 )
 
@@ -83,35 +82,6 @@ class RankGenerator:
         """Returns one list of ranks for each group along the axes in `token`."""
         ranks: list[list[int]] = self.rank_table(token).tolist()
         return ranks
-
-    def get_mask(self, order: str, token: str) -> list[bool]:
-        """Returns, for each axis in `order`, whether `token` contains it. Both arguments are axes joined by "-"."""
-        wanted = token.split("-")
-        return [axis in wanted for axis in order.split("-")]
-
-
-def generate_masked_orthogonal_rank_groups(
-    world_size: int, parallel_size: Sequence[int], mask: Sequence[bool]
-) -> list[list[int]]:
-    """Returns one list of ranks for each group along the axes that `mask` selects.
-
-    parallel_size: sizes of the grid's axes, from the fastest-varying to the slowest. Ranks beyond the grid form further
-    grids of the same sizes. Raises ValueError if world_size is not a multiple of the product of the sizes, or if mask
-    and parallel_size differ in length.
-    """
-    if len(mask) != len(parallel_size):
-        raise ValueError(f"mask has {len(mask)} axes: must have {len(parallel_size)} axes, like parallel_size")
-    product = math.prod(parallel_size)
-    if product < 1 or world_size % product:
-        raise ValueError(f"world_size is {world_size}: must be a multiple of the product of parallel_size ({product})")
-    grid = torch.arange(world_size).view(-1, *reversed(parallel_size))
-    dims = range(1, grid.ndim)
-    slowest_first = list(reversed(mask))
-    outside = [dim for dim in dims if not slowest_first[dim - 1]]
-    inside = [dim for dim in dims if slowest_first[dim - 1]]
-    size = math.prod(size for size, is_inside in zip(parallel_size, mask) if is_inside)
-    groups: list[list[int]] = grid.permute(0, *outside, *inside).reshape(-1, size).tolist()
-    return groups
 
 
 def default_embedding_ranks(pp_ranks: list[int]) -> list[int]:
@@ -240,19 +210,16 @@ _EXPERT_GROUPS = {"expt_tp": "tp", "ep": "ep", "expt_dp": "dp", "tp_ep": "tp-ep"
 
 @dataclass
 class _Registry:
-    """State of initialize_model_parallel and the set_ functions, except EXISTING.
+    """State of initialize_model_parallel, except EXISTING.
 
     world: the default group at the time of the call. made: groups to destroy. others: groups from create_group, which
-    users destroy. indices and sizes: values passed to the set_ functions, by field of ProcessGroupCollection. senders:
-    see add_sender.
+    users destroy. senders: see add_sender.
     """
 
     world: ProcessGroup | None = None
     meshes: dict[str, DeviceMesh] = field(default_factory=dict)
     made: list[ProcessGroup] = field(default_factory=list)
     others: list[ProcessGroup] = field(default_factory=list)
-    indices: dict[str, int] = field(default_factory=dict)
-    sizes: dict[str, int] = field(default_factory=dict)
     virtual_size: int | None = None
     virtual_rank: int | None = None
     senders: WeakKeyDictionary[Any, frozenset[ProcessGroup]] = field(default_factory=WeakKeyDictionary)
@@ -464,11 +431,6 @@ def destroy_model_parallel() -> None:
     EXISTING.groups, EXISTING.hosts = None, {}
 
 
-def is_initialized() -> bool:
-    """Returns whether initialize_model_parallel has run. Older name of model_parallel_is_initialized."""
-    return EXISTING.groups is not None
-
-
 def model_parallel_is_initialized() -> bool:
     """Returns whether initialize_model_parallel has run."""
     return EXISTING.groups is not None
@@ -533,21 +495,17 @@ def _group(name: str) -> ProcessGroup:
     return group
 
 
-def _index(name: str) -> int:
-    """Returns this rank's index in a group, or the value passed to the set_ function."""
-    return _REGISTRY.indices[name] if name in _REGISTRY.indices else group_rank(_group(name))
-
-
-def _size(name: str) -> int:
-    """Returns the number of ranks in a group, or the value passed to the set_ function."""
-    return _REGISTRY.sizes[name] if name in _REGISTRY.sizes else group_size(_group(name))
-
-
-def _override(values: dict[str, int], name: str, value: int | None) -> None:
-    if value is None:
-        values.pop(name, None)
-    else:
-        values[name] = value
+def _host_group(name: str) -> ProcessGroup:
+    """Returns the group with the same ranks and a CPU backend. Raises ValueError if it was not built."""
+    group = _group(name)
+    if group in EXISTING.hosts:
+        return EXISTING.hosts[group]
+    if "cpu" in {device.type for device in group._device_types}:
+        return group
+    raise ValueError(
+        f"group {name} has no counterpart with a CPU backend: set create_gloo_process_groups in "
+        "initialize_model_parallel and give torch.distributed a CPU backend (cpu:gloo,cuda:nccl)"
+    )
 
 
 def _checked(name: str, check_initialized: bool) -> ProcessGroup | None:
@@ -558,9 +516,6 @@ def _checked(name: str, check_initialized: bool) -> ProcessGroup | None:
 # check_initialized: raises RuntimeError if the group does not exist, instead of returning None. partial_...: only the
 # ranks of this rank's instance of the distributed optimizer. with_gtp_remat, with_egtp_remat: no effect, because
 # generalized tensor parallelism is not supported.
-#
-# The set_ functions override the indices and sizes that the getters return, for scripts that build the shards of
-# several ranks in one process. None removes the override. They do not change groups.
 
 
 def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
@@ -570,22 +525,12 @@ def get_tensor_model_parallel_group(check_initialized: bool = True) -> ProcessGr
 
 def get_tensor_model_parallel_rank() -> int:
     """Returns this rank's index in its tensor-parallel group."""
-    return _index("tp")
+    return group_rank(_group("tp"))
 
 
 def get_tensor_model_parallel_world_size() -> int:
     """Returns the number of ranks over which the weights of dense layers are split."""
-    return _size("tp")
-
-
-def set_tensor_model_parallel_rank(rank: int | None) -> None:
-    """Overrides the tensor-parallel rank that the getters return."""
-    _override(_REGISTRY.indices, "tp", rank)
-
-
-def set_tensor_model_parallel_world_size(world_size: int | None) -> None:
-    """Overrides the number of tensor-parallel ranks that the getters return."""
-    _override(_REGISTRY.sizes, "tp", world_size)
+    return group_size(_group("tp"))
 
 
 def get_tensor_model_parallel_src_rank() -> int:
@@ -596,12 +541,6 @@ def get_tensor_model_parallel_src_rank() -> int:
 def get_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """Returns the group of ranks over which each sequence is split."""
     return _checked("cp", check_initialized)
-
-
-def get_context_parallel_global_ranks(check_initialized: bool = True) -> list[int] | None:
-    """Returns the global ranks of this rank's context-parallel group."""
-    group = _checked("cp", check_initialized)
-    return None if group is None else dist.get_process_group_ranks(group)
 
 
 def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> list[ProcessGroup] | None:
@@ -617,12 +556,12 @@ def get_hierarchical_context_parallel_groups(check_initialized: bool = True) -> 
 
 def get_context_parallel_rank() -> int:
     """Returns this rank's index in its context-parallel group."""
-    return _index("cp")
+    return group_rank(_group("cp"))
 
 
 def get_context_parallel_world_size() -> int:
     """Returns the number of ranks over which each sequence is split."""
-    return _size("cp")
+    return group_size(_group("cp"))
 
 
 def get_data_parallel_group(
@@ -649,28 +588,21 @@ def get_data_parallel_group_gloo(
     with_context_parallel: bool = False, partial_data_parallel: bool = False
 ) -> ProcessGroup:
     """Returns a group with a CPU backend and the same ranks as get_data_parallel_group."""
-    name = _data_kind(with_context_parallel, partial_data_parallel)
-    return _built(host_group(_group(name), name))
+    return _host_group(_data_kind(with_context_parallel, partial_data_parallel))
 
 
 def get_data_parallel_rank(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
     """Returns this rank's index in its data-parallel group."""
-    return _index(_data_kind(with_context_parallel, partial_data_parallel))
-
-
-def set_data_parallel_rank(rank: int | None) -> None:
-    """Overrides the data-parallel rank that the getters return, with and without context parallelism."""
-    for name in ("dp", "dp_cp"):
-        _override(_REGISTRY.indices, name, rank)
+    return group_rank(_group(_data_kind(with_context_parallel, partial_data_parallel)))
 
 
 def get_data_parallel_world_size(
     with_context_parallel: bool = False, with_gtp_remat: bool = True, partial_data_parallel: bool = False
 ) -> int:
     """Returns the number of data-parallel replicas."""
-    return _size(_data_kind(with_context_parallel, partial_data_parallel))
+    return group_size(_group(_data_kind(with_context_parallel, partial_data_parallel)))
 
 
 def get_data_parallel_src_rank(with_context_parallel: bool = False) -> int:
@@ -683,11 +615,6 @@ def get_model_parallel_group(check_initialized: bool = True) -> ProcessGroup | N
     return _checked("mp", check_initialized)
 
 
-def get_model_parallel_src_rank() -> int:
-    """Returns the global rank of the first rank in this rank's tensor x pipeline group."""
-    return dist.get_global_rank(_group("mp"), 0)
-
-
 def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
     """Returns the tensor x context group, whose ranks process the same microbatch."""
     return _checked("tp_cp", check_initialized)
@@ -695,12 +622,12 @@ def get_tensor_and_context_parallel_group(check_initialized: bool = True) -> Pro
 
 def get_tensor_and_context_parallel_rank() -> int:
     """Returns this rank's index in its tensor x context group."""
-    return _index("tp_cp")
+    return group_rank(_group("tp_cp"))
 
 
 def get_tensor_and_context_parallel_world_size() -> int:
     """Returns the number of ranks that process the same microbatch, which is tensor x context."""
-    return _size("tp_cp")
+    return group_size(_group("tp_cp"))
 
 
 def get_tensor_and_data_parallel_group(
@@ -715,29 +642,14 @@ def get_expert_model_parallel_group(check_initialized: bool = True) -> ProcessGr
     return _checked("ep", check_initialized)
 
 
-def get_expert_model_parallel_src_rank() -> int:
-    """Returns the global rank of the first rank in this rank's expert-parallel group."""
-    return dist.get_global_rank(_group("ep"), 0)
-
-
 def get_expert_model_parallel_rank() -> int:
     """Returns this rank's index in its expert-parallel group."""
-    return _index("ep")
+    return group_rank(_group("ep"))
 
 
 def get_expert_model_parallel_world_size() -> int:
     """Returns the number of ranks over which the experts of each layer are distributed."""
-    return _size("ep")
-
-
-def set_expert_model_parallel_rank(rank: int | None) -> None:
-    """Overrides the expert-parallel rank that the getters return."""
-    _override(_REGISTRY.indices, "ep", rank)
-
-
-def set_expert_model_parallel_world_size(world_size: int | None) -> None:
-    """Overrides the number of expert-parallel ranks that the getters return."""
-    _override(_REGISTRY.sizes, "ep", world_size)
+    return group_size(_group("ep"))
 
 
 def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessGroup | None:
@@ -747,22 +659,12 @@ def get_expert_tensor_parallel_group(check_initialized: bool = True) -> ProcessG
 
 def get_expert_tensor_parallel_rank() -> int:
     """Returns this rank's index in its expert-tensor-parallel group."""
-    return _index("expt_tp")
+    return group_rank(_group("expt_tp"))
 
 
 def get_expert_tensor_parallel_world_size() -> int:
     """Returns the number of ranks over which the weights of each expert are split."""
-    return _size("expt_tp")
-
-
-def set_expert_tensor_parallel_rank(rank: int | None) -> None:
-    """Overrides the expert-tensor-parallel rank that the getters return."""
-    _override(_REGISTRY.indices, "expt_tp", rank)
-
-
-def set_expert_tensor_parallel_world_size(world_size: int | None) -> None:
-    """Overrides the number of expert-tensor-parallel ranks that the getters return."""
-    _override(_REGISTRY.sizes, "expt_tp", world_size)
+    return group_size(_group("expt_tp"))
 
 
 def get_expert_data_parallel_group(
@@ -778,18 +680,17 @@ def _expert_data_kind(partial_expert_data_parallel: bool) -> str:
 
 def get_expert_data_parallel_group_gloo(partial_expert_data_parallel: bool = False) -> ProcessGroup:
     """Returns a group with a CPU backend and the same ranks as get_expert_data_parallel_group."""
-    name = _expert_data_kind(partial_expert_data_parallel)
-    return _built(host_group(_group(name), name))
+    return _host_group(_expert_data_kind(partial_expert_data_parallel))
 
 
 def get_expert_data_parallel_rank(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
     """Returns this rank's index in its expert-data-parallel group."""
-    return _index(_expert_data_kind(partial_expert_data_parallel))
+    return group_rank(_group(_expert_data_kind(partial_expert_data_parallel)))
 
 
 def get_expert_data_parallel_world_size(with_gtp_remat: bool = True, partial_expert_data_parallel: bool = False) -> int:
     """Returns the number of ranks with copies of the same expert weights."""
-    return _size(_expert_data_kind(partial_expert_data_parallel))
+    return group_size(_group(_expert_data_kind(partial_expert_data_parallel)))
 
 
 def get_intra_distributed_optimizer_instance_group(check_initialized: bool = True) -> ProcessGroup | None:
@@ -810,16 +711,6 @@ def get_expert_tensor_and_model_parallel_group(check_initialized: bool = True) -
     return _checked("tp_ep", check_initialized)
 
 
-def get_expert_tensor_and_model_parallel_rank() -> int:
-    """Returns this rank's index in its expert-tensor x expert group."""
-    return _index("tp_ep")
-
-
-def get_expert_tensor_and_model_parallel_world_size() -> int:
-    """Returns the number of ranks that together store all experts of a layer."""
-    return _size("tp_ep")
-
-
 def get_expert_tensor_model_pipeline_parallel_group(
     check_initialized: bool = True, with_egtp_remat: bool = False
 ) -> ProcessGroup | None:
@@ -834,22 +725,12 @@ def get_pipeline_model_parallel_group(check_initialized: bool = True) -> Process
 
 def get_pipeline_model_parallel_rank() -> int:
     """Returns this rank's pipeline stage."""
-    return _index("pp")
+    return group_rank(_group("pp"))
 
 
 def get_pipeline_model_parallel_world_size() -> int:
     """Returns the number of pipeline stages."""
-    return _size("pp")
-
-
-def set_pipeline_model_parallel_rank(rank: int | None) -> None:
-    """Overrides the pipeline stage that the getters return."""
-    _override(_REGISTRY.indices, "pp", rank)
-
-
-def set_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Overrides the number of pipeline stages that the getters return."""
-    _override(_REGISTRY.sizes, "pp", world_size)
+    return group_size(_group("pp"))
 
 
 def get_pipeline_model_parallel_first_rank() -> int:
@@ -892,11 +773,6 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
     _REGISTRY.virtual_rank = rank
 
 
-def set_virtual_pipeline_model_parallel_world_size(world_size: int | None) -> None:
-    """Sets the number of model chunks per stage, which the getters return."""
-    _REGISTRY.virtual_size = world_size
-
-
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
     """Returns whether this rank is the first stage; with ignore_virtual=False, whether `vp_stage` is its first chunk.
 
@@ -928,34 +804,9 @@ def get_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
     return _checked("embd", check_initialized)
 
 
-def is_rank_in_embedding_group(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns whether this rank is on a stage that may store embedding weights.
-
-    With ignore_virtual=False, returns whether the model chunk `vp_stage` may store them. The first of these stages
-    stores them in its first chunk, and the last stage in its last chunk. vp_stage: None means the chunk set by
-    set_virtual_pipeline_model_parallel_rank.
-    """
-    group = get_process_groups().embd
-    if group is None or ignore_virtual:
-        return group is not None
-    first, last = group_rank(group) == 0, group_rank(group) == group_size(group) - 1
-    as_first = first and is_pipeline_first_stage(False, vp_stage)
-    return as_first or last and is_pipeline_last_stage(False, vp_stage) or not (first or last)
-
-
 def get_position_embedding_group(check_initialized: bool = True) -> ProcessGroup | None:
     """Returns the group of the stages with position embeddings. Raises RuntimeError on other stages."""
     return _checked("pos_embd", check_initialized)
-
-
-def is_rank_in_position_embedding_group() -> bool:
-    """Returns whether this rank is on a stage with position embeddings."""
-    return get_process_groups().pos_embd is not None
-
-
-def get_all_ranks() -> str:
-    """Returns this rank's tp, dp, cp, pp and ep indices joined by "_", for file names."""
-    return "_".join(str(_index(name)) for name in ("tp", "dp", "cp", "pp", "ep"))
 
 
 def create_group(

@@ -105,68 +105,6 @@ class ProcessGroupCollection:
             raise ValueError(f"required_pgs contains {', '.join(unknown)}: must be among {', '.join(existing)}")
         return cls(**{name: existing.get(name) for name in wanted})
 
-    @staticmethod
-    def setup_process_groups_for_ddp(
-        pg_collection: "ProcessGroupCollection | None", config: Any, ddp_config: Any
-    ) -> dict[str, ProcessGroup | None]:
-        """Returns the groups for gradient reductions, by field name with `_group` appended.
-
-        pg_collection: None means parallel_state's groups. config: a ModelParallelConfig. ddp_config: a
-        DistributedDataParallelConfig. Raises ValueError if a group's size differs from the configuration, or if groups
-        of optimizer instances are missing.
-        """
-        groups = pg_collection or EXISTING.groups or ProcessGroupCollection()
-        sizes = {
-            "cp": ("context_parallel_size", config.context_parallel_size),
-            "pp": ("pipeline_model_parallel_size", config.pipeline_model_parallel_size),
-            "ep": ("expert_model_parallel_size", config.expert_model_parallel_size),
-        }
-        # Megatron-LM scripts often leave this at 1, because Megatron's layers read the size from their groups.
-        if config.tensor_model_parallel_size > 1:
-            sizes["tp"] = "tensor_model_parallel_size", config.tensor_model_parallel_size
-        require_group_sizes(groups, sizes)
-        found = {name: vars(groups)[name] for name in ("dp", "dp_cp", "expt_dp", "tp", "pp", "ep")}
-        found |= _instance_groups(groups, num_instances=ddp_config.num_distributed_optimizer_instances)
-        return {f"{name}_group": group for name, group in found.items()}
-
-    @staticmethod
-    def setup_process_groups_for_optimizer(
-        pg_collection: "ProcessGroupCollection | None",
-        model_chunks: Sequence[Any],
-        use_gloo_process_groups: bool = True,
-    ) -> dict[str, ProcessGroup | None]:
-        """Returns the groups of an optimizer, by Megatron's names.
-
-        These are dp_group, dp_cp_group, the groups of optimizer instances (intra_dp_cp_group, intra_expt_dp_group,
-        intra_dist_opt_group, inter_dist_opt_group), and the groups whose ranks together store one copy of the weights
-        (mp_group, and expt_tp_pp_group for experts). intra_dp_cp_group_gloo and intra_expt_dp_group_gloo have a CPU
-        backend, and are None unless use_gloo_process_groups is set. pg_collection: None means parallel_state's groups.
-        model_chunks: modules wrapped in DistributedDataParallel. Raises ValueError if groups of optimizer instances are
-        missing, or if a required group with a CPU backend does not exist.
-        """
-        groups = pg_collection or EXISTING.groups or ProcessGroupCollection()
-        num_instances = model_chunks[0].ddp_config.num_distributed_optimizer_instances
-        found = {"dp": groups.dp, "dp_cp": groups.dp_cp, "mp": groups.mp, "expt_tp_pp": groups.tp_ep_pp}
-        found |= _instance_groups(groups, num_instances=num_instances)
-        named = {f"{name}_group": group for name, group in found.items()}
-        for name in ("intra_dp_cp", "intra_expt_dp"):
-            named[f"{name}_group_gloo"] = host_group(found[name], name) if use_gloo_process_groups else None
-        return named
-
-
-def _instance_groups(groups: ProcessGroupCollection, *, num_instances: int) -> dict[str, ProcessGroup | None]:
-    """Returns the groups of optimizer instances. With one instance, dp_cp and expt_dp replace missing groups."""
-    found = {name: vars(groups)[name] for name in ("intra_dp_cp", "intra_expt_dp", "intra_dist_opt", "inter_dist_opt")}
-    if num_instances == 1:
-        whole = {"intra_dp_cp": groups.dp_cp, "intra_expt_dp": groups.expt_dp}
-        return found | {name: found[name] or group for name, group in whole.items()}
-    if missing := [name for name in found if found[name] is None]:
-        raise ValueError(
-            f"num_distributed_optimizer_instances is {num_instances}: requires the groups {', '.join(missing)} in "
-            "pg_collection"
-        )
-    return found
-
 
 @dataclass
 class _Existing:
@@ -181,22 +119,6 @@ class _Existing:
 
 # Only parallel_state writes to it. Builders read it through parallel_state, or through use_mpu_process_groups.
 EXISTING: Final = _Existing()
-
-
-def host_group(group: ProcessGroup | None, name: str) -> ProcessGroup | None:
-    """Returns the group with the same ranks as `group` and a CPU backend, or None for None.
-
-    name: name of the group, for the error message. Raises ValueError if no group with a CPU backend was built.
-    """
-    if group is None or group in EXISTING.hosts:
-        return group and EXISTING.hosts[group]
-    if group is ALONE or "cpu" in {device.type for device in group._device_types}:
-        return group
-    raise ValueError(
-        f"group {name} has no counterpart with a CPU backend: set create_gloo_process_groups in "
-        "initialize_model_parallel and give torch.distributed a CPU backend (cpu:gloo,cuda:nccl), or set "
-        "use_gloo_process_groups to False"
-    )
 
 
 class _Alone(ProcessGroup):

@@ -42,7 +42,7 @@ LAYERS = (
     Layer(
         2,
         "config",
-        r"megatron\.core\.(parallel_state|group_collectives|hyper_comm_grid|utils|transformer\.pipeline_split)",
+        r"megatron\.core\.(parallel_state|group_collectives|utils|transformer\.pipeline_split)",
     ),
     Layer(3, "dist_checkpointing", r"megatron\.core\.dist_checkpointing(\..+)?"),
     Layer(4, "full_cuda_graph", r"megatron\.core\.full_cuda_graph"),

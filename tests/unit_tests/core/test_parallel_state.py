@@ -61,7 +61,8 @@ def test_every_group_of_every_rank_has_the_ranks_of_a_naive_enumeration(grid: tu
                     assert dist.get_process_group_ranks(groups[kind]) == expected, (kind, rank)
             stages = naive_group(rank, "pp", sizes=dense, world_size=world_size, order=order)
             ends = sorted({stages[0], stages[-1]})
-            assert parallel_state.is_rank_in_embedding_group() == (rank in ends)
+            shared = parallel_state.get_embedding_group(check_initialized=False)
+            assert (shared is not None) == (rank in ends)
             if rank in ends:
                 assert dist.get_process_group_ranks(parallel_state.get_embedding_group()) == ends
             check_getters(coordinates(rank, dense, order), coordinates(rank, expert, order), stages=stages)
@@ -99,7 +100,7 @@ def test_optimizer_instances_are_neighbours_and_the_same_for_both_kinds_of_layer
 def test_levels_of_context_parallel_groups_divide_them_from_the_innermost() -> None:
     with fake_world(6, 16):
         parallel_state.initialize_model_parallel(2, context_parallel_size=8, hierarchical_context_parallel_sizes=(2, 4))
-        assert parallel_state.get_context_parallel_global_ranks() == list(range(0, 16, 2))
+        assert dist.get_process_group_ranks(parallel_state.get_context_parallel_group()) == list(range(0, 16, 2))
         levels = parallel_state.get_hierarchical_context_parallel_groups()
         assert [dist.get_process_group_ranks(group) for group in levels] == [[4, 6], [2, 6, 10, 14]]
         assert parallel_state.get_process_groups().hcp == levels
@@ -124,8 +125,6 @@ def test_callers_may_choose_the_stages_with_embeddings() -> None:
             2, 4, 2, get_embedding_ranks=lambda ranks: [ranks[3], ranks[0], ranks[2]], create_gloo_process_groups=False
         )
         assert dist.get_process_group_ranks(parallel_state.get_embedding_group()) == [0, 4, 6]
-        assert parallel_state.is_rank_in_embedding_group(ignore_virtual=False)
-        assert not parallel_state.is_rank_in_position_embedding_group()
         with pytest.raises(RuntimeError, match="this rank is not in any pos_embd group"):
             parallel_state.get_position_embedding_group()
     with fake_world(0, 4):
@@ -135,56 +134,18 @@ def test_callers_may_choose_the_stages_with_embeddings() -> None:
             parallel_state.initialize_model_parallel(1, 4, get_position_embedding_ranks=lambda ranks: [7])
         parallel_state.initialize_model_parallel(1, 4, 2)
         assert dist.get_process_group_ranks(parallel_state.get_position_embedding_group()) == [0]
-        in_chunks = [parallel_state.is_rank_in_embedding_group(False, chunk) for chunk in range(2)]
-        assert in_chunks == [True, False] and parallel_state.is_rank_in_embedding_group()
 
 
-def test_values_of_the_setters_replace_those_of_the_groups_until_the_groups_are_destroyed() -> None:
-    ps = parallel_state
-    kinds = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
-    with fake_world(1, 2):
-        ps.set_tensor_model_parallel_world_size(8)
-        assert ps.get_tensor_model_parallel_world_size() == 8  # as scripts without groups do
-        ps.destroy_model_parallel()
-        ps.initialize_model_parallel(2)
-        own_rank, own_size = ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()
-        for number, kind in enumerate(kinds):
-            vars(ps)[f"set_{kind}_parallel_rank"](number + 3)
-            vars(ps)[f"set_{kind}_parallel_world_size"](number + 10)
-            assert vars(ps)[f"get_{kind}_parallel_rank"]() == number + 3
-            assert vars(ps)[f"get_{kind}_parallel_world_size"]() == number + 10
-        assert ps.is_pipeline_first_stage() is False and ps.get_tensor_model_parallel_group().size() == 2
-        ps.set_data_parallel_rank(5)
-        ps.set_virtual_pipeline_model_parallel_world_size(4)
-        assert ps.get_virtual_pipeline_model_parallel_world_size() == 4
-        assert ps.get_all_ranks() == "3_5_0_4_5"
-        ps.set_tensor_model_parallel_rank(None)
-        ps.set_tensor_model_parallel_world_size(None)
-        assert (ps.get_tensor_model_parallel_rank(), ps.get_tensor_model_parallel_world_size()) == (own_rank, own_size)
-        ps.destroy_model_parallel()
-        ps.initialize_model_parallel()
-        assert ps.get_all_ranks() == "0_1_0_0_0" and ps.get_expert_tensor_parallel_world_size() == 1
-
-
-def test_first_ranks_and_groups_on_the_host_are_those_of_the_groups() -> None:
+def test_groups_on_the_host_have_the_ranks_of_the_groups() -> None:
     ps = parallel_state
     with fake_world(7, 8):
-        assert not ps.is_initialized()
+        assert not ps.model_parallel_is_initialized()
         ps.initialize_model_parallel(2, 2, expert_model_parallel_size=2)
-        assert ps.is_initialized() and (ps.get_model_parallel_src_rank(), ps.get_expert_model_parallel_src_rank()) == (
-            2,
-            5,
-        )
+        assert ps.model_parallel_is_initialized()
         ranks = dist.get_process_group_ranks(ps.get_data_parallel_group())
         assert dist.get_process_group_ranks(ps.get_data_parallel_group_gloo(True, True)) == ranks
         assert ps.get_expert_data_parallel_group_gloo() is ps.get_expert_data_parallel_group()
-        assert (
-            ps.get_expert_tensor_and_model_parallel_rank(),
-            ps.get_expert_tensor_and_model_parallel_world_size(),
-        ) == (
-            3,
-            4,
-        )
+        assert dist.get_process_group_ranks(ps.get_expert_tensor_and_model_parallel_group()) == [4, 5, 6, 7]
 
 
 def test_timeouts_of_groups_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,18 +168,6 @@ def test_timeouts_of_groups_can_be_changed(monkeypatch: pytest.MonkeyPatch) -> N
             parallel_state.get_data_parallel_group(),
         }
         dist.destroy_process_group(own)
-
-
-def test_masks_select_the_axes_of_groups() -> None:
-    grid = RankGenerator(tp=2, ep=1, dp=2, pp=3, cp=1, order="tp-dp-pp")
-    for token in ("tp", "dp", "pp", "tp-pp", "dp-pp"):
-        mask = grid.get_mask("tp-dp-pp", token)
-        assert parallel_state.generate_masked_orthogonal_rank_groups(12, [2, 2, 3], mask) == grid.get_ranks(token)
-    assert parallel_state.generate_masked_orthogonal_rank_groups(8, [2, 2], [False, True])[2:] == [[4, 6], [5, 7]]
-    with pytest.raises(ValueError, match="world_size is 9: must be a multiple of .* \\(4\\)"):
-        parallel_state.generate_masked_orthogonal_rank_groups(9, [2, 2], [True, True])
-    with pytest.raises(ValueError, match="mask has 1 axes: must have 2 axes, like parallel_size"):
-        parallel_state.generate_masked_orthogonal_rank_groups(4, [2, 2], [True])
 
 
 def initialize(grid: tuple[int, ...], **options: Any) -> None:

@@ -5,7 +5,6 @@ import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,6 @@ from torch import nn
 from torch.distributed import GroupMember
 
 from megatron.core import tensor_parallel as tp
-from megatron.core.distributed import DistributedDataParallelConfig
-from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_mlp_module_spec
 from megatron.core.parallel_state import get_process_groups, initialize_model_parallel
 from megatron.core.process_groups_config import ALONE, ProcessGroupCollection, group_rank, group_size
@@ -151,39 +148,3 @@ def test_the_groups_of_parallel_state_are_copied_into_a_new_collection() -> None
         assert some == ProcessGroupCollection(cp=existing.cp, hcp=existing.hcp)
         with pytest.raises(ValueError, match="required_pgs contains world: must be among tp, pp"):
             ProcessGroupCollection.use_mpu_process_groups(["tp", "world"])
-
-
-def test_groups_of_gradients_and_of_the_optimizer_have_the_names_that_scripts_know() -> None:
-    with fake_world(1, 8):
-        initialize_model_parallel(2, num_distributed_optimizer_instances=2, expert_model_parallel_size=2)
-        existing = get_process_groups()
-        sizes = ModelParallelConfig(tensor_model_parallel_size=2, expert_model_parallel_size=2)
-        ddp_config = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, num_distributed_optimizer_instances=2
-        )
-        found = ProcessGroupCollection.setup_process_groups_for_ddp(None, sizes, ddp_config)
-        names = ("dp", "dp_cp", "expt_dp", "tp", "pp", "ep", "intra_dp_cp", "intra_expt_dp", "intra_dist_opt")
-        assert found == {f"{name}_group": vars(existing)[name] for name in (*names, "inter_dist_opt")}
-        chunks = [SimpleNamespace(ddp_config=ddp_config)]
-        found = ProcessGroupCollection.setup_process_groups_for_optimizer(existing, chunks)
-        assert found["intra_expt_dp_group_gloo"] is existing.intra_expt_dp and found["mp_group"] is existing.mp
-        assert found["expt_tp_pp_group"] is existing.tp_ep_pp and found["inter_dist_opt_group"].size() == 2
-        found = ProcessGroupCollection.setup_process_groups_for_optimizer(existing, chunks, False)
-        assert found["intra_dp_cp_group_gloo"] is None
-        with pytest.raises(ValueError, match="instances is 2: requires the groups intra_expt_dp, intra_dist_opt, in"):
-            some = ProcessGroupCollection(dp_cp=existing.dp_cp, intra_dp_cp=existing.intra_dp_cp)
-            ProcessGroupCollection.setup_process_groups_for_optimizer(some, chunks)
-        with pytest.raises(ValueError, match="expert_model_parallel_size is 2, but pg_collection.ep has 1 ranks"):
-            ProcessGroupCollection.setup_process_groups_for_ddp(
-                ProcessGroupCollection(tp=existing.tp), sizes, ddp_config
-            )
-
-
-def test_groups_of_one_instance_follow_from_the_whole_groups() -> None:
-    with fake_world(0, 2):
-        initialize_model_parallel()
-        given = ProcessGroupCollection(dp=get_process_groups().dp, dp_cp=get_process_groups().dp_cp)
-        chunks = [SimpleNamespace(ddp_config=DistributedDataParallelConfig())]
-        found = ProcessGroupCollection.setup_process_groups_for_optimizer(given, chunks)
-        assert found["intra_dp_cp_group"] is found["intra_dp_cp_group_gloo"] is given.dp_cp
-        assert found["intra_expt_dp_group"] is found["intra_expt_dp_group_gloo"] is None
