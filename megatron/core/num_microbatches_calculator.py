@@ -1,12 +1,11 @@
 """Global batch sizes over a run, and the number of microbatches that each data-parallel rank computes in a step.
 
 BatchSchedule maps consumed samples to a global batch size, and NumMicroBatches divides it over ranks. Both are
-immutable. The functions at the end share one calculator per process, because Megatron scripts call plain functions.
+immutable. The functions at the end share the batch sizes of a process, because Megatron scripts call plain functions.
 """
 
 import bisect
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
@@ -215,105 +214,17 @@ class NumMicroBatches:
         return self.running.final_size // self.samples_per_round
 
 
-class NumMicroBatchesCalculator(ABC):
-    """Batch sizes at the current position of a run, with the methods that Megatron scripts call."""
-
-    @abstractmethod
-    def __init__(self) -> None:
-        # The batch sizes of the whole run, set by subclasses.
-        self.batches: NumMicroBatches
-        self.consumed_samples = 0
-
-    def get(self) -> int:
-        """Returns the number of microbatches per rank in the next step."""
-        return self.batches.num_microbatches(self.consumed_samples)
-
-    def get_current_global_batch_size(self) -> int:
-        """Returns the global batch size that the schedule requests for the next step, in samples."""
-        return self.batches.schedule.size_at(self.consumed_samples)
-
-    def get_micro_batch_size(self) -> int:
-        """Returns the number of samples in one microbatch on one rank."""
-        return self.batches.micro_batch_size
-
-    def get_current_running_global_batch_size(self) -> int:
-        """Returns the global batch size of the next step, after any rounding by decrease_batch_size_if_needed."""
-        return self.batches.running.size_at(self.consumed_samples)
-
-    def update(self, consumed_samples: int, consistency_check: bool, verbose: bool = False) -> None:
-        """Selects the batch size of the step that begins after `consumed_samples`.
-
-        consistency_check, verbose: unused, accepted for Megatron scripts. All sizes are checked at construction.
-        """
-        self.consumed_samples = consumed_samples
-
-
-class _GivenBatchesCalculator(NumMicroBatchesCalculator):
-    def __init__(self, batches: NumMicroBatches) -> None:
-        super().__init__()
-        self.batches = batches
-
-
-class ConstantNumMicroBatchesCalculator(NumMicroBatchesCalculator):
-    """Calculator with one batch size for the whole run. Raises ValueError if it is not divisible. rank: unused."""
-
-    def __init__(
-        self,
-        global_batch_size: int,
-        micro_batch_size: int,
-        data_parallel_size: int,
-        decrease_batch_size_if_needed: bool,
-        rank: int,
-    ) -> None:
-        super().__init__()
-        schedule = constant_batch(global_batch_size)
-        self.batches = NumMicroBatches(schedule, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
-
-
-class RampupBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
-    """Calculator whose batch size increases in equal steps over `ramup_samples`; see ramp_up. rank: unused."""
-
-    def __init__(
-        self,
-        global_batch_size: int,
-        micro_batch_size: int,
-        data_parallel_size: int,
-        decrease_batch_size_if_needed: bool,
-        rank: int,
-        start_global_batch_size: int,
-        batch_size_increment: int,
-        ramup_samples: int,
-    ) -> None:
-        super().__init__()
-        schedule = ramp_up((start_global_batch_size, batch_size_increment, ramup_samples), global_batch_size)
-        self.batches = NumMicroBatches(schedule, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
-
-
-class StepBatchsizeNumMicroBatchesCalculator(NumMicroBatchesCalculator):
-    """Calculator whose batch size changes at the thresholds in `schedule`; see parse_step_schedule. rank: unused."""
-
-    def __init__(
-        self,
-        micro_batch_size: int,
-        data_parallel_size: int,
-        decrease_batch_size_if_needed: bool,
-        rank: int,
-        schedule: str,
-        seq_length: int | None = None,
-    ) -> None:
-        super().__init__()
-        steps = parse_step_schedule(schedule, seq_length=seq_length)
-        self.batches = NumMicroBatches(steps, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
-
-
 @dataclass
 class _Holder:
-    calculator: NumMicroBatchesCalculator | None = None
+    """The batch sizes of this process, and the number of samples consumed before its next step."""
 
-    def get(self) -> NumMicroBatchesCalculator:
-        if self.calculator is None:
+    batches: NumMicroBatches | None = None
+    consumed_samples: int = 0
+
+    def get(self) -> NumMicroBatches:
+        if self.batches is None:
             raise RuntimeError("init_num_microbatches_calculator has not been called")
-        return self.calculator
+        return self.batches
 
 
 _HOLDER = _Holder()
@@ -334,34 +245,8 @@ def init_num_microbatches_calculator(
     Raises ValueError if a size is missing or not divisible, and RuntimeError if the batch sizes are already set.
     """
     # A second run in this process would change the batch sizes of the first.
-    if _HOLDER.calculator is not None:
+    if _HOLDER.batches is not None:
         raise RuntimeError(f"rank {rank}: the number of microbatches is already set; destroy the calculator first")
-    return reconfigure_num_microbatches_calculator(
-        rank,
-        rampup_batch_size,
-        global_batch_size,
-        micro_batch_size,
-        data_parallel_size,
-        decrease_batch_size_if_needed,
-        step_batch_size_schedule,
-        seq_length,
-    )
-
-
-def reconfigure_num_microbatches_calculator(
-    rank: int,
-    rampup_batch_size: list[int] | None = None,
-    global_batch_size: int | None = None,
-    micro_batch_size: int | None = None,
-    data_parallel_size: int | None = None,
-    decrease_batch_size_if_needed: bool = False,
-    step_batch_size_schedule: str | None = None,
-    seq_length: int | None = None,
-) -> NumMicroBatches:
-    """Replaces the batch sizes of this process. The new schedule begins at 0 consumed samples.
-
-    Raises ValueError if a size is missing or not divisible. The previous sizes then remain in use.
-    """
     if micro_batch_size is None or data_parallel_size is None:
         missing = "micro_batch_size" if micro_batch_size is None else "data_parallel_size"
         raise ValueError(f"{missing} is None: must be set, because it determines the number of microbatches")
@@ -372,43 +257,29 @@ def reconfigure_num_microbatches_calculator(
         seq_length=seq_length,
     )
     batches = NumMicroBatches(schedule, micro_batch_size, data_parallel_size, decrease_batch_size_if_needed)
-    _HOLDER.calculator = _GivenBatchesCalculator(batches)
+    _HOLDER.batches, _HOLDER.consumed_samples = batches, 0
     return batches
 
 
 def destroy_num_microbatches_calculator() -> None:
     """Discards the batch sizes, so that a later run in this process can set new ones."""
-    _HOLDER.calculator = None
-
-
-def unset_num_microbatches_calculator() -> None:
-    """Discards the batch sizes, like destroy_num_microbatches_calculator."""
-    destroy_num_microbatches_calculator()
+    _HOLDER.batches = None
 
 
 def get_num_microbatches() -> int:
     """Returns the number of microbatches per rank in the next step."""
-    return _HOLDER.get().get()
+    return _HOLDER.get().num_microbatches(_HOLDER.consumed_samples)
 
 
 def get_current_global_batch_size() -> int:
     """Returns the global batch size that the schedule requests for the next step, in samples."""
-    return _HOLDER.get().get_current_global_batch_size()
-
-
-def get_micro_batch_size() -> int:
-    """Returns the number of samples in one microbatch on one rank."""
-    return _HOLDER.get().get_micro_batch_size()
-
-
-def get_current_running_global_batch_size() -> int:
-    """Returns the global batch size of the next step, after any rounding by --decrease-batch-size-if-needed."""
-    return _HOLDER.get().get_current_running_global_batch_size()
+    return _HOLDER.get().schedule.size_at(_HOLDER.consumed_samples)
 
 
 def update_num_microbatches(consumed_samples: int, consistency_check: bool = True, verbose: bool = False) -> None:
     """Selects the batch size of the step that begins after `consumed_samples`.
 
-    consistency_check, verbose: unused, accepted for Megatron scripts.
+    consistency_check, verbose: unused, accepted for Megatron scripts. All sizes are checked at construction.
     """
-    _HOLDER.get().update(consumed_samples, consistency_check, verbose)
+    _HOLDER.get()
+    _HOLDER.consumed_samples = consumed_samples

@@ -4,9 +4,9 @@ Values are written into `optimizer.param_groups`, where the optimizer reads them
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Any, ClassVar, Protocol, TypedDict, cast
+from typing import Any, ClassVar, Protocol
 
 from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.num_microbatches_calculator import BatchSchedule
@@ -126,47 +126,6 @@ _WSD_DECAY: dict[str, _Decay] = {
     "exponential": lambda progress: 2.0 * math.pow(0.5, progress) - 1.0,
     "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
 }
-
-
-class ParamGroupOverride(TypedDict, total=False):
-    """Overrides of the schedule for one parameter group, as a dictionary.
-
-    megatron.core.optimizer.ParamGroupOverride is the corresponding validated dataclass and documents the values.
-    """
-
-    max_lr: float
-    min_lr: float
-    start_wd: float
-    end_wd: float
-    wd_mult: float
-
-
-def combine_param_group_overrides(param_group_overrides: Sequence[ParamGroupOverride | None]) -> ParamGroupOverride:
-    """Merges the overrides of one parameter. Raises ValueError if two of them set a name to different values."""
-    combined: dict[str, Any] = {}
-    for override in param_group_overrides:
-        for name, value in (override or {}).items():
-            if combined.setdefault(name, value) != value:
-                raise ValueError(f"{name} is {combined[name]} in one override and {value} in another: must be the same")
-    return cast(ParamGroupOverride, combined)
-
-
-def param_group_override_to_tuple(
-    param_group_override: ParamGroupOverride | None,
-) -> tuple[tuple[str, Any], ...] | None:
-    """Converts an override to a sorted tuple of (name, value) pairs, usable as a dictionary key. Maps None to None."""
-    return None if param_group_override is None else tuple(sorted(param_group_override.items()))
-
-
-def get_canonical_lr_for_logging(param_groups: Sequence[dict[str, Any]]) -> float | None:
-    """Returns the learning rate of the first group that follows the schedule without overrides or a multiplier.
-
-    If all groups have overrides or multipliers, returns the learning rate of the first group. Returns None if there are
-    no groups.
-    """
-    own = ("max_lr", "min_lr")
-    plain = [group for group in param_groups if group.get("lr_mult", 1.0) == 1.0 and not any(group.get(n) for n in own)]
-    return next((group["lr"] for group in [*plain, *param_groups]), None)
 
 
 class HasParamGroups(Protocol):

@@ -1,21 +1,11 @@
 """Helpers that Megatron users import from this path. Other helpers do not belong in this file."""
 
-import logging
 from collections.abc import Mapping
-from importlib import metadata
 from typing import Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel as TorchDistributedDataParallel
 from torch.profiler import record_function
-from torch.torch_version import TorchVersion
-
-from megatron.core.autograd import PlainFunction
-from megatron.core.parallel_state import get_expert_tensor_parallel_group, get_tensor_model_parallel_group
-from megatron.core.process_groups_config import group_rank, group_size
 
 
 class ModelWrapper(nn.Module):
@@ -60,89 +50,6 @@ def divide(numerator: int, denominator: int) -> int:
     """Returns numerator / denominator as an integer. Raises NotDivisibleError if there is a remainder."""
     ensure_divisibility(numerator, denominator)
     return numerator // denominator
-
-
-def is_torch_min_version(version: str, check_equality: bool = True) -> bool:
-    """Returns whether the torch version is at least `version`, or greater than it if check_equality is False."""
-    return _is_min_version(torch.__version__, version, check_equality)
-
-
-def is_te_min_version(version: str, check_equality: bool = True) -> bool:
-    """Returns whether Transformer Engine is installed and its version is at least `version`.
-
-    check_equality: as in is_torch_min_version.
-    """
-    try:
-        installed = metadata.version("transformer_engine")
-    except metadata.PackageNotFoundError:
-        return False
-    return _is_min_version(installed, version, check_equality)
-
-
-def _is_min_version(installed: str, version: str, check_equality: bool) -> bool:
-    # Torch compares versions by their components, so 2.10 is above 2.9.
-    found = TorchVersion(installed)
-    return bool(found >= version if check_equality else found > version)
-
-
-def get_pg_size(group: ProcessGroup | None = None) -> int:
-    """Returns the number of ranks in `group`, or 1 for None or if torch.distributed is not initialized."""
-    return group_size(group) if dist.is_initialized() else 1
-
-
-def get_pg_rank(group: ProcessGroup | None = None) -> int:
-    """Returns the index of this rank in `group`, or 0 for None or if torch.distributed is not initialized."""
-    return group_rank(group) if dist.is_initialized() else 0
-
-
-def get_tensor_model_parallel_group_if_none(
-    tp_group: ProcessGroup | None, is_expert: bool = False, check_initialized: bool = True
-) -> ProcessGroup | None:
-    """Returns `tp_group`, or parallel_state's tensor-parallel group if it is None.
-
-    is_expert: returns the expert-tensor-parallel group instead. check_initialized: raises RuntimeError if the group
-    does not exist, instead of returning None. Returns `tp_group` if torch.distributed is not initialized.
-    """
-    if tp_group is not None or not dist.is_initialized():
-        return tp_group
-    get_group = get_expert_tensor_parallel_group if is_expert else get_tensor_model_parallel_group
-    return get_group(check_initialized=check_initialized)
-
-
-def log_single_rank(logger: logging.Logger, level: int, msg: object, *args: Any, rank: int = 0, **kwargs: Any) -> None:
-    """Logs only on global rank `rank`, or always if torch.distributed is not initialized. args: as in Logger.log."""
-    if not dist.is_initialized() or dist.get_rank() == rank:
-        logger.log(level, msg, *args, **kwargs)
-
-
-def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
-    """Returns a tensor that shares the memory of `inp` but is not a view, so that the base of `inp` can be freed.
-
-    inp: any shape, any dtype; returned unchanged if it is not a view. keep_graph: whether gradients flow to `inp`; if
-    False, the result is a leaf with requires_grad.
-    """
-    if inp._base is None:
-        return inp
-    if keep_graph:
-        viewless: Tensor = _Viewless.apply(inp, requires_grad)
-        return viewless
-    return _without_base(inp, requires_grad)
-
-
-class _Viewless(PlainFunction):
-    @staticmethod
-    def forward(ctx: Any, inp: Tensor, requires_grad: bool) -> Tensor:
-        return _without_base(inp, requires_grad)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad, None
-
-
-def _without_base(inp: Tensor, requires_grad: bool) -> Tensor:
-    out = torch.empty((1,), dtype=inp.dtype, device=inp.device, requires_grad=requires_grad)
-    out.data = inp.data
-    return out
 
 
 def unwrap_model(

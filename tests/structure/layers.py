@@ -33,7 +33,7 @@ LAYERS = (
         1,
         "base",
         r"megatron\.core\.(absent_features|activations|config_field|dense_memory|device(\..+)?|files"
-        r"|graphs(\..+)?|jit|logical_tensors|num_microbatches_calculator|packed_seq_params|rerun_state_machine|timers)",
+        r"|graphs(\..+)?|logical_tensors|num_microbatches_calculator|packed_seq_params|rerun_state_machine|timers)",
     ),
     Layer(1, "base", r"megatron\.(version_flag|core\.package_info)"),
     Layer(1, "base", r"megatron\.core\.datasets\.utils"),  # values of --split and --data-path

@@ -9,10 +9,7 @@ from megatron.core.num_microbatches_calculator import constant_batch, ramp_up
 from megatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     OptimizerParamSchedulerConfig,
-    combine_param_group_overrides,
-    get_canonical_lr_for_logging,
     get_optimizer_param_scheduler,
-    param_group_override_to_tuple,
 )
 
 
@@ -289,18 +286,3 @@ def test_contradictory_settings_are_refused(settings, message):
 def test_schedules_that_cannot_be_followed_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         schedule(**{"style": "linear", **changes})
-
-
-def test_overrides_of_a_parameter_are_combined_unless_they_contradict_each_other():
-    combined = combine_param_group_overrides([{"max_lr": 1.0}, None, {"wd_mult": 0.0, "max_lr": 1.0}])
-    assert combined == {"max_lr": 1.0, "wd_mult": 0.0}
-    assert param_group_override_to_tuple(combined) == (("max_lr", 1.0), ("wd_mult", 0.0))
-    assert param_group_override_to_tuple(None) is None
-    with pytest.raises(ValueError, match="max_lr is 1.0 in one override and 2.0 in another"):
-        combine_param_group_overrides([{"max_lr": 1.0}, {"max_lr": 2.0}])
-
-
-def test_the_logged_learning_rate_is_of_a_group_without_rates_of_its_own():
-    groups = [{"lr": 1.0, "max_lr": 1.0}, {"lr": 2.0, "lr_mult": 0.5}, {"lr": 3.0, "lr_mult": 1.0}]
-    assert get_canonical_lr_for_logging(groups) == 3.0
-    assert get_canonical_lr_for_logging(groups[:2]) == 1.0 and get_canonical_lr_for_logging([]) is None

@@ -1,29 +1,17 @@
 """Helper functions that scripts import by name, applied to wrapped models."""
 
-import logging
-from importlib import metadata
-
 import pytest
 import torch
 from torch import nn
 
-from megatron.core.parallel_state import get_process_groups, initialize_model_parallel
 from megatron.core.transformer.module import Float16Module
 from megatron.core.utils import (
     divide,
     ensure_divisibility,
     get_attr_wrapped_model,
     get_model_config,
-    get_pg_rank,
-    get_pg_size,
-    get_tensor_model_parallel_group_if_none,
-    is_te_min_version,
-    is_torch_min_version,
-    log_single_rank,
-    make_viewless_tensor,
     unwrap_model,
 )
-from tests.unit_tests.core.fake_world import fake_world
 from tests.unit_tests.core.models.small_models import small_config
 from tests.unit_tests.core.optimizer.reference import wrap
 
@@ -64,52 +52,6 @@ def test_callers_may_name_the_wrappers_to_take_off() -> None:
     assert unwrap_model([wrapped], (type(wrapped),)) == [wrapped.module]
     assert unwrap_model(wrapped, (type(wrapped), Float16Module)) is model
     assert unwrap_model(model, nn.Linear) is model
-
-
-def test_versions_are_compared_by_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "2.10.0+cpu")
-    assert is_torch_min_version("2.9") and not is_torch_min_version("2.11")
-    assert is_torch_min_version("2.10.0") and not is_torch_min_version("2.10.0+cpu", check_equality=False)
-    assert not is_te_min_version("0.1")
-    monkeypatch.setattr(metadata, "version", lambda name: {"transformer_engine": "1.13.0"}[name])
-    assert is_te_min_version("1.9.0.dev0") and is_te_min_version("1.13.0") and not is_te_min_version("2.0.0")
-    assert not is_te_min_version("1.13.0", check_equality=False)
-
-
-def test_groups_that_are_left_out_are_of_one_rank_or_those_of_parallel_state() -> None:
-    assert (get_pg_size(), get_pg_rank(), get_tensor_model_parallel_group_if_none(None)) == (1, 0, None)
-    with fake_world(1, 4):
-        with pytest.raises(RuntimeError, match="call initialize_model_parallel"):
-            get_tensor_model_parallel_group_if_none(None)
-        assert get_tensor_model_parallel_group_if_none(None, check_initialized=False) is None
-        initialize_model_parallel(4, expert_tensor_parallel_size=2)
-        groups = get_process_groups()
-        assert get_tensor_model_parallel_group_if_none(None) is groups.tp
-        assert get_tensor_model_parallel_group_if_none(None, is_expert=True) is groups.expt_tp
-        assert get_tensor_model_parallel_group_if_none(groups.dp, is_expert=True) is groups.dp
-        assert (get_pg_size(groups.tp), get_pg_rank(groups.tp), get_pg_size(), get_pg_rank()) == (4, 1, 1, 0)
-
-
-def test_one_rank_logs(caplog: pytest.LogCaptureFixture) -> None:
-    logger = logging.getLogger("one rank")
-    log_single_rank(logger, logging.WARNING, "%d of %s", 1, "all", rank=3)
-    with fake_world(1, 4):
-        log_single_rank(logger, logging.WARNING, "rank 0")
-        log_single_rank(logger, logging.WARNING, "rank 1", rank=1)
-    assert [record.getMessage() for record in caplog.records] == ["1 of all", "rank 1"]
-
-
-def test_viewless_tensors_share_memory_and_gradients_but_not_the_base() -> None:
-    base = torch.arange(6.0, requires_grad=True)
-    whole = base * 1
-    view = whole.view(2, 3)
-    kept = make_viewless_tensor(view, requires_grad=True, keep_graph=True)
-    assert kept._base is None and kept.data_ptr() == whole.data_ptr() and kept.shape == (2, 3)
-    (kept * 2).sum().backward()
-    assert torch.equal(base.grad, torch.full((6,), 2.0))
-    leaf = make_viewless_tensor(view, requires_grad=True, keep_graph=False)
-    assert leaf._base is None and leaf.is_leaf and leaf.requires_grad and torch.equal(leaf, view)
-    assert make_viewless_tensor(whole, requires_grad=True, keep_graph=True) is whole
 
 
 @pytest.mark.parametrize("denominator", [0, -2, 4])
