@@ -87,24 +87,6 @@ class BlendedMegatronDatasetBuilder:
                 _mark_padding_in_all(whole)
         return datasets
 
-    @staticmethod
-    def build_generic_dataset(
-        cls: Callable[..., Any], is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
-    ) -> Any:
-        """Returns cls(*args), or None if is_built_on_rank() is False. Collective if synchronize_ranks is set.
-
-        With synchronize_ranks, the first rank builds before the others, which then find its cached files. If any rank
-        fails, every rank raises, as in `build`. Otherwise each rank builds independently.
-        """
-        if not synchronize_ranks:
-            return cls(*args) if is_built_on_rank() else None
-        is_first, built = not dist.is_initialized() or dist.get_rank() == 0, None
-        for is_my_turn in (is_first, not is_first):
-            with all_ranks_agree():
-                if is_my_turn and is_built_on_rank():
-                    built = cls(*args)
-        return built
-
     def _require_same_masks(self, datasets: Datasets) -> None:
         """Raises DataError on every rank if masks are missing on some ranks. Training would not detect this."""
         parts = [part for whole in datasets for part in _parts(whole) if isinstance(part, GPTDataset)]

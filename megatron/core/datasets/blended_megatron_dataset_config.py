@@ -107,11 +107,6 @@ def validate_blend(blend: Blend) -> None:
         )
 
 
-def parse_and_normalize_split(split: str) -> list[float]:
-    """Parses --split into three shares that sum to 1. Raises ValueError unless it is 1 to 3 numbers >= 0, not all 0."""
-    return parse_split(split)
-
-
 def convert_split_vector_to_split_matrix(
     vector_a: Sequence[float], vector_b: Sequence[float] | None = None
 ) -> list[tuple[float, float] | None]:

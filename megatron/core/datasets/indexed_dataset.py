@@ -126,10 +126,6 @@ class IndexedDataset(Dataset[Any]):
         """Document borders as sequence numbers: [D + 1], int64, from 0 to the number of sequences."""
         return self.index.documents
 
-    def get_document_indices(self) -> np.ndarray:
-        """Returns document_indices: [D + 1], int64. Megatron scripts call this name."""
-        return self.document_indices
-
     def set_document_indices(self, document_indices: np.ndarray) -> None:
         """Replaces the document borders in this object, but not in the file. document_indices: [D + 1], integers."""
         self.index = dataclasses.replace(self.index, documents=np.asarray(document_indices, dtype=np.int64))

@@ -5,7 +5,6 @@ Items do not depend on ranks. planner.py assigns them to ranks, and storage.py a
 
 import dataclasses
 import math
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -148,24 +147,6 @@ class ShardedTensor:
         """Whether a save writes this copy."""
         return _is_main(self.replica_id)
 
-    @property
-    def has_regular_grid(self) -> bool:
-        """Whether the whole tensor is divided into equal parts along each axis."""
-        return self.axis_fragmentations is not None
-
-    def local_chunk_offset_in_global(self) -> tuple[int, ...]:
-        """Returns the index of this part along each global axis. Raises ValueError if parts are not equal."""
-        if not self.has_regular_grid:
-            raise ValueError(f"{self._describe()}: axis_fragmentations is None, so parts have no index")
-        steps = [size or 1 for size in self.box.shape]
-        if any(start % step for start, step in zip(self.global_offset, steps)):
-            raise ValueError(f"{self._describe()}: the offset is not a multiple of the part's shape")
-        return tuple(start // step for start, step in zip(self.global_offset, steps))
-
-    def without_data(self) -> "ShardedTensor":
-        """Returns a copy with data None, which describes a part to load."""
-        return dataclasses.replace(self, data=None)  # type: ignore[arg-type]
-
     def init_data(self, device: torch.device | str, init_fn: Callable[..., torch.Tensor] = torch.empty) -> None:
         """Allocates `data` on `device`: [*local_shape] or a flat range, `dtype`. Does nothing if data exists."""
         if self.data is None:
@@ -249,19 +230,6 @@ class ShardedObject:
     def is_main_replica(self) -> bool:
         """Whether a save writes this copy."""
         return _is_main(self.replica_id)
-
-    def without_data(self) -> "ShardedObject":
-        """Returns a copy with data None, which describes an object to load."""
-        return dataclasses.replace(self, data=None)
-
-    @classmethod
-    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> "ShardedObject":
-        """Returns the object with this unique_key and data None. Raises ValueError for an invalid unique_key."""
-        found = re.fullmatch(r"(.+)/shard_([\d.]*)_([\d.]*)", unique_key, flags=re.S)
-        if found is None:
-            raise ValueError(f"unique_key is {unique_key!r}: must end with /shard_OFFSET_SHAPE, as in /shard_1.0_2.4")
-        offset, shape = (tuple(int(number) for number in text.split(".") if number) for text in found.groups()[1:])
-        return cls(found[1], None, shape, offset, replica_id)
 
 
 def _is_main(replica_id: ReplicaId) -> bool:

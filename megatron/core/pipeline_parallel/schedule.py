@@ -66,18 +66,6 @@ def _neighbor(pipeline: Pipeline, stage: int, *, action: Action, distance: int) 
     return Neighbor(its_stage, Action(action.kind, chunk, action.microbatch))
 
 
-def no_pipelining_schedule(num_microbatches: int) -> list[Action]:
-    """Lists each microbatch's forward directly followed by its backward.
-
-    Activations of only one microbatch are alive at a time.
-    """
-    return [
-        Action(kind, chunk=0, microbatch=microbatch)
-        for microbatch in range(num_microbatches)
-        for kind in (ActionKind.FORWARD, ActionKind.BACKWARD)
-    ]
-
-
 def one_forward_one_backward(stage: int, num_stages: int, *, num_microbatches: int) -> list[Action]:
     """Lists the 1F1B schedule of a stage: one warm-up forward per following stage, then alternating passes.
 
@@ -157,7 +145,7 @@ def stage_orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int |
             interleaved_schedule(stage, pipeline, num_microbatches=num_microbatches, group_size=group_size)
             for stage in range(pipeline.num_stages)
         ]
-    # With one stage, 1F1B equals no_pipelining_schedule.
+    # With one stage, each backward directly follows its forward.
     return [
         one_forward_one_backward(stage, pipeline.num_stages, num_microbatches=num_microbatches)
         for stage in range(pipeline.num_stages)

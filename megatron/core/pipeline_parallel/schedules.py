@@ -7,7 +7,7 @@ executes both.
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +18,9 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups, get_virtual_pipeline_model_parallel_world_size
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.runner import ForwardStep, ScheduleRunner
-from megatron.core.pipeline_parallel.schedule import Pipeline, forwards_ahead, grouped_forwards
+from megatron.core.pipeline_parallel.schedule import Pipeline
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
-from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.utils import get_model_config
 
 ForwardBackward = Callable[..., list[Any]]
@@ -49,56 +49,6 @@ def get_forward_backward_func(
     else:
         chosen = forward_backward_pipelining_with_interleaving
     return chosen if schedule_pg_collection is None else partial(chosen, pg_collection=schedule_pg_collection)
-
-
-class PipelineMicrobatches(NamedTuple):
-    """Numbers of forwards in a stage's schedule, over all chunks of the stage.
-
-    are_all_microbatches_in_warmup: whether all forwards run before the first backward. num_warmup_microbatches,
-    num_microbatches_remaining: number of forwards before and during the alternating phase.
-    """
-
-    total_num_microbatches: int
-    are_all_microbatches_in_warmup: bool
-    num_warmup_microbatches: int
-    num_microbatches_remaining: int
-
-
-def get_pp_rank_microbatches(
-    num_microbatches: int,
-    num_model_chunks: int,
-    microbatch_group_size_per_vp_stage: int | None,
-    forward_only: bool = False,
-    overlap_moe_expert_parallel_comm: bool = False,
-    p2p_communicator: P2PCommunicator | None = None,
-) -> PipelineMicrobatches:
-    """Counts the forwards of this rank's stage, by phase of its schedule.
-
-    microbatch_group_size_per_vp_stage: group size of an interleaved schedule; None means the number of stages.
-    p2p_communicator: provides the stage; None means the stage of parallel_state. overlap_moe_expert_parallel_comm: must
-    be False.
-    """
-    require_defaults(
-        "get_pp_rank_microbatches",
-        "passes of two microbatches never overlap on a rank here",
-        overlap_moe_expert_parallel_comm=(overlap_moe_expert_parallel_comm, False),
-    )
-    group = existing_process_groups().pp
-    stage, stages = group_rank(group), group_size(group)
-    if p2p_communicator is not None:
-        stage, stages = p2p_communicator.stage, p2p_communicator.num_stages
-    total = num_microbatches * num_model_chunks
-    ahead = forwards_ahead(stage, Pipeline(stages, num_model_chunks), group_size=microbatch_group_size_per_vp_stage)
-    warmup = total if forward_only else min(total, ahead)
-    return PipelineMicrobatches(total, warmup == total, warmup, total - warmup)
-
-
-def get_schedule_table(
-    num_microbatches: int, num_model_chunks: int, microbatch_group_size_per_vp_stage: int
-) -> list[tuple[int, int]]:
-    """Lists (microbatch, model chunk), both from 0, for each forward of an interleaved schedule, in order."""
-    forwards = grouped_forwards(num_microbatches, num_model_chunks, group_size=microbatch_group_size_per_vp_stage)
-    return [(action.microbatch, action.chunk) for action in forwards]
 
 
 @trace_range("forward_backward_no_pipelining")

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron.core.pipeline_parallel.schedule import no_pipelining_schedule, one_forward_one_backward
+from megatron.core.pipeline_parallel.schedule import one_forward_one_backward
 from megatron.planner.activations import SavedBytes, peak_bytes
 from megatron.planner.work import EXPERTS
 from megatron.training.arguments import parse_args, validate_args
@@ -30,7 +30,7 @@ def test_tensors_freed_before_backward_are_not_counted() -> None:
 
 def test_a_peak_follows_the_schedule() -> None:
     of_one = [Counter(attention=3, experts=4)]
-    assert peak_bytes(no_pipelining_schedule(5), of_one) == {"attention": 3, "experts": 4}
+    assert peak_bytes(one_forward_one_backward(0, 1, num_microbatches=5), of_one) == {"attention": 3, "experts": 4}
     for stage in range(4):
         actions = one_forward_one_backward(stage, 4, num_microbatches=6)
         assert peak_bytes(actions, of_one) == {"attention": 3 * (4 - stage), "experts": 4 * (4 - stage)}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from megatron.core.pipeline_parallel.schedule import Pipeline, no_pipelining_schedule, stage_orders
+from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.planner.step_time import Overlap, StepTime, estimate_step, overlap_of
 from megatron.planner.work import (
     GRADS,
@@ -239,4 +239,5 @@ def test_nodes_hold_consecutive_ranks() -> None:
 
 def test_spans_are_the_times_of_passes() -> None:
     (spans,) = _step([_stage()], 2).spans
-    assert [tuple(spans[action]) for action in no_pipelining_schedule(2)] == [(0, 1), (1, 3), (3, 4), (4, 6)]
+    (order,) = stage_orders(Pipeline(1), 2)
+    assert [tuple(spans[action]) for action in order] == [(0, 1), (1, 3), (3, 4), (4, 6)]

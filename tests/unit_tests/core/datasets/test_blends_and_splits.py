@@ -15,7 +15,6 @@ from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegat
 from megatron.core.datasets.blended_megatron_dataset_config import (
     BlendedMegatronDatasetConfig,
     convert_split_vector_to_split_matrix,
-    parse_and_normalize_split,
 )
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.datasets.data_iterators import build_train_valid_test_datasets
@@ -275,7 +274,7 @@ def test_a_file_that_one_rank_lacks_fails_every_rank(tmp_path: Path, broken_rank
 
 
 def test_splits_are_shares_and_ranges_of_a_corpus() -> None:
-    assert parse_and_normalize_split("9,1") == pytest.approx([0.9, 0.1, 0.0])
+    assert parse_split("9,1") == pytest.approx([0.9, 0.1, 0.0])
     assert convert_split_vector_to_split_matrix([0.5, 0.25, 0.25]) == [(0.0, 0.5), (0.5, 0.75), (0.75, 1.0)]
     assert convert_split_vector_to_split_matrix([1.0, 0.0, 0.0]) == [(0.0, 1.0), None, None]
     # A part contains only documents that both splits assign to it.
@@ -306,21 +305,6 @@ def test_a_dataset_class_of_a_script_is_split_and_blended() -> None:
     train, valid, test = BlendedMegatronDatasetBuilder(Numbers, [None, 2, None], lambda: True, config).build()
     assert [train[i]["number"] for i in range(len(train))] == [0, 3, 6, 9, 12, 15, 18, 21]
     assert [valid[i]["number"] for i in range(len(valid))] == [24, 27] and test is None
-
-
-def generic_on_ranks() -> list[object]:
-    def failing() -> None:
-        raise ValueError("wrong file")
-
-    build_one = BlendedMegatronDatasetBuilder.build_generic_dataset
-    results = [build_one(list, lambda: dist.get_rank() == 1, synchronize, "ab") for synchronize in (True, False)]
-    with pytest.raises((ValueError, RemoteRankError), match="wrong file"):
-        build_one(failing, lambda: dist.get_rank() == 0, True)
-    return results
-
-
-def test_any_dataset_is_built_on_the_chosen_ranks() -> None:
-    assert run_on_ranks(generic_on_ranks, 2) == [[None, None], [["a", "b"], ["a", "b"]]]
 
 
 @pytest.mark.parametrize("separate", [False, True])

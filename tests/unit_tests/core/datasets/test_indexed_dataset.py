@@ -202,8 +202,8 @@ def test_borders_of_documents_are_replaced_in_the_object_alone(tmp_path: Path) -
     dataset = IndexedDataset(prefix)
     dataset.set_document_indices(np.array([0, 2, 3]))
     for one in (dataset, pickle.loads(pickle.dumps(dataset))):
-        assert one.get_document_indices().tolist() == [0, 2, 3] and one[2].tolist() == [4]
-    assert IndexedDataset(prefix).get_document_indices().tolist() == [0, 1, 2, 3]
+        assert one.document_indices.tolist() == [0, 2, 3] and one[2].tolist() == [4]
+    assert IndexedDataset(prefix).document_indices.tolist() == [0, 1, 2, 3]
 
 
 def test_initialize_opens_other_files(tmp_path: Path) -> None:

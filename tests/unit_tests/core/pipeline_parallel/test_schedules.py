@@ -15,14 +15,10 @@ from megatron.core.pipeline_parallel.runner import ScheduleRunner
 from megatron.core.pipeline_parallel.schedule import (
     Action,
     ActionKind,
-    Pipeline,
     forward_only,
-    interleaved_schedule,
-    no_pipelining_schedule,
-    stage_orders,
+    one_forward_one_backward,
     validate_schedule,
 )
-from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 from megatron.core.pipeline_parallel.sync_callables import SyncCallables
 from megatron.core.process_groups_config import ProcessGroupCollection
 
@@ -53,7 +49,7 @@ def run(model: torch.nn.Module, data: list[torch.Tensor], **options: Any) -> Any
 
 
 def test_no_pipelining_holds_one_microbatch_at_a_time() -> None:
-    actions = no_pipelining_schedule(3)
+    actions = one_forward_one_backward(0, 1, num_microbatches=3)
     validate_schedule(actions)
     assert [str(action) for action in actions] == ["F0.0", "B0.0", "F0.1", "B0.1", "F0.2", "B0.2"]
     assert [str(action) for action in forward_only(actions)] == ["F0.0", "F0.1", "F0.2"]
@@ -71,7 +67,7 @@ def test_an_impossible_schedule_is_refused_before_anything_runs() -> None:
     communicator = P2PCommunicator(None, model.config)
     runner = ScheduleRunner(model=[model], config=model.config, communicator=communicator, **arguments)
     with pytest.raises(ValueError, match="schedule runs F0.0 twice"):
-        runner.run([*no_pipelining_schedule(1), Action(ActionKind.FORWARD, 0, 0)])
+        runner.run([*one_forward_one_backward(0, 1, num_microbatches=1), Action(ActionKind.FORWARD, 0, 0)])
     assert runner.reports == [] and model.weight.grad is None
 
 
@@ -202,37 +198,6 @@ def test_evaluation_makes_no_gradients() -> None:
     model = Linear()
     assert len(run(model, batches(), forward_only=True)) == 3
     assert model.weight.grad is None
-
-
-@pytest.mark.parametrize(
-    ("stages", "chunks", "group"), [(1, 1, None), (2, 1, None), (4, 1, None), (2, 2, 2), (4, 3, 5)]
-)
-@pytest.mark.parametrize("count", [1, 4, 10])
-def test_counts_of_a_stage_are_those_of_its_schedule(stages: int, chunks: int, group: int | None, count: int) -> None:
-    if chunks > 1 and count % group:
-        count = group * count  # a smaller last group is padded
-    for stage, order in enumerate(stage_orders(Pipeline(stages, chunks), count, group_size=group)):
-        communicator = P2PCommunicator(None, Linear().config)
-        communicator.stage, communicator.num_stages = stage, stages
-        count_passes = partial(get_pp_rank_microbatches, count, chunks, group, p2p_communicator=communicator)
-        found, evaluation = count_passes(), count_passes(forward_only=True)
-        kinds = [action.kind for action in order]
-        ahead = kinds.index(ActionKind.BACKWARD)
-        # The forward directly before the first backward belongs to the steady state, unless all forwards come first.
-        warmup = ahead if ahead == count * chunks and found[1] else ahead - 1
-        assert found == (count * chunks, warmup == count * chunks, warmup, count * chunks - warmup)
-        assert evaluation == (count * chunks, True, count * chunks, 0)
-        assert communicator.total_stages == stages and communicator.current_stage == stage
-        assert communicator.is_pp_first_stage == (stage == 0) and communicator.is_pp_last_stage == (stage == stages - 1)
-
-
-def test_a_table_lists_microbatches_and_chunks_in_the_order_of_forwards() -> None:
-    assert get_schedule_table(3, 2, 2) == [(0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (2, 1)]
-    order = interleaved_schedule(0, Pipeline(2, 2), num_microbatches=4)
-    forwards = [(action.microbatch, action.chunk) for action in order if action.kind is ActionKind.FORWARD]
-    assert get_schedule_table(4, 2, 2) == forwards
-    with pytest.raises(ValueError, match="overlap_moe_expert_parallel_comm is True"):
-        get_pp_rank_microbatches(4, 1, None, overlap_moe_expert_parallel_comm=True)
 
 
 def test_the_groups_of_a_schedule_choose_it_and_are_passed_on() -> None:
