@@ -53,45 +53,12 @@ def get_data_parallel_rng_tracker_name() -> str:
     return DATA_PARALLEL_RNG
 
 
-def initialize_rng_tracker(
-    use_te_rng_tracker: bool = False,
-    inference_rng_tracker: bool = False,
-    use_cudagraphable_rng: bool = False,
-    force_reset: bool = False,
-) -> None:
-    """Validates the arguments as get_cuda_rng_tracker does. force_reset: also remove all streams of the tracker."""
-    tracker = get_cuda_rng_tracker(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
-    if force_reset:
-        tracker.reset()
-
-
 def get_all_rng_states() -> RngStates:
     """Returns the states of all named streams. Raises ValueError if there are no streams."""
     tracker = get_cuda_rng_tracker()
     if not tracker.is_initialized():
         raise ValueError("there are no random-number streams: call model_parallel_cuda_manual_seed first")
     return tracker.get_states()
-
-
-def is_graph_safe_cuda_rng_tracker(cuda_rng_tracker: Any) -> bool:
-    """Returns whether the streams of a tracker can be used in CUDA graphs, which is True for every tracker here."""
-    return isinstance(cuda_rng_tracker, CudaRNGStatesTracker)
-
-
-def convert_cuda_rng_state(state: Tensor | torch.Generator, to_graphable: bool = False) -> Tensor | torch.Generator:
-    """Converts a generator state to bytes, [N], uint8, on the CPU, or with to_graphable to a generator.
-
-    state: bytes of a generator on this process's device, or a generator, which is not modified.
-    """
-    if not isinstance(state, torch.Generator):
-        return _generator_of(state, default_device()) if to_graphable else state
-    return _generator_of(state.get_state(), state.device) if to_graphable else state.get_state()
-
-
-def _generator_of(state: Tensor, device: torch.device) -> torch.Generator:
-    generator = torch.Generator(device)
-    generator.set_state(state)
-    return generator
 
 
 def get_cuda_rng_tracker(
@@ -280,11 +247,6 @@ def _running() -> list[_ForwardValues]:
     return _running_functions().stack
 
 
-def is_checkpointing() -> bool:
-    """Returns whether the caller runs inside a recomputed function, in either its first or a later run."""
-    return bool(_running())
-
-
 def is_recomputing() -> bool:
     """Returns whether the caller repeats a forward whose statistics an earlier run has recorded.
 
@@ -368,20 +330,21 @@ class CheckpointWithoutOutput:
     def __init__(
         self,
         fp8: bool = False,
-        ckpt_manager: "CheckpointWithoutOutputManager | None" = None,
+        ckpt_manager: None = None,
         retain_input_tensors: bool = False,
         *,
         draws_numbers: bool = True,
     ) -> None:
         """Creates the object for one call of `checkpoint`.
 
-        ckpt_manager: frees the output together with other outputs, see CheckpointWithoutOutputManager. draws_numbers:
-        see `recompute`. fp8, retain_input_tensors: must be False.
+        draws_numbers: see `recompute`. fp8, retain_input_tensors: must be False. ckpt_manager: must be None.
         """
         require_defaults("CheckpointWithoutOutput", "8-bit training is not supported", fp8=(bool(fp8), False))
         why = "arguments are freed once the second run has read them"
         require_defaults("CheckpointWithoutOutput", why, retain_input_tensors=(retain_input_tensors, False))
-        self._draws_numbers, self._manager = draws_numbers, ckpt_manager
+        why = "each output is freed and recomputed by its own object"
+        require_defaults("CheckpointWithoutOutput", why, ckpt_manager=(ckpt_manager, None))
+        self._draws_numbers = draws_numbers
         self._second_run: Callable[[], tuple[Tensor, ...]] | None = None
         self._num_saved = 0
         self._saved: dict[int, Tensor] = {}
@@ -397,8 +360,6 @@ class CheckpointWithoutOutput:
         """
         if not torch.is_grad_enabled():
             return run_function(*args)
-        if self._manager is not None:
-            self._manager.add_checkpoint(self)
         drawn_again = _RngSnapshot().drawn_again if self._draws_numbers else nullcontext
         values = _ForwardValues()
         self._second_run = functools.partial(
@@ -419,16 +380,12 @@ class CheckpointWithoutOutput:
         """Frees the output, and recomputes it when backward reaches hook_tensor.
 
         hook_tensor: any shape, float dtype, computed from the output. All gradients of the output must flow through it,
-        and the output must not be read in between. With a manager this does nothing, because the manager frees all
-        outputs together.
+        and the output must not be read in between.
         """
-        if self._manager is None and self._outputs and hook_tensor.requires_grad:
-            self._discard()
+        if self._outputs and hook_tensor.requires_grad:
+            for storage in self._outputs:
+                storage.resize_(0)
             hook_tensor.register_hook(self._refill)
-
-    def _discard(self) -> None:
-        for storage in self._outputs:
-            storage.resize_(0)
 
     def _number(self, tensor: Tensor) -> int:
         self._num_saved += 1
@@ -471,39 +428,6 @@ class CheckpointWithoutOutput:
         assert len(saved) == self._num_saved, f"{len(saved)} tensors saved, but {self._num_saved} in the first run"
         self._saved = dict(enumerate(saved))
         return tuple(tensor.detach() for tensor in _as_tuple(output))
-
-
-class CheckpointWithoutOutputManager:
-    """Frees and recomputes the outputs of several CheckpointWithoutOutputs together.
-
-    An output may be an argument of a later function, because outputs are recomputed in the order of their first runs.
-    """
-
-    def __init__(self) -> None:
-        self._parts: list[CheckpointWithoutOutput] = []
-
-    def add_checkpoint(self, ckpt: CheckpointWithoutOutput) -> None:
-        """Adds a CheckpointWithoutOutput. Called by `checkpoint` of every object with this manager."""
-        if ckpt not in self._parts:
-            self._parts.append(ckpt)
-
-    def discard_all_outputs_and_register_unified_recompute(self, hook_tensor: Tensor) -> None:
-        """Frees all outputs, and recomputes them when backward reaches hook_tensor.
-
-        hook_tensor: any shape, float dtype, computed from the last output. All gradients of the outputs must flow
-        through it. The manager is empty afterwards and can be reused.
-        """
-        parts, self._parts = self._parts, []
-        if not hook_tensor.requires_grad:
-            return
-        for part in parts:
-            part._discard()
-
-        def refill(grad: Tensor) -> None:
-            for part in parts:
-                part._refill(grad)
-
-        hook_tensor.register_hook(refill)
 
 
 class _RngSnapshot:

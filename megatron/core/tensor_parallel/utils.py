@@ -1,4 +1,4 @@
-"""Helpers under Megatron's import path that split tensors and vocabularies over ranks.
+"""Helpers under Megatron's import path that split tensors over ranks.
 
 The differentiable conversions are in mappings.py.
 """
@@ -41,22 +41,3 @@ def split_tensor_into_1d_equal_chunks(
 def gather_split_1d_tensor(tensor: Tensor, tp_group: ProcessGroup | None = None) -> Tensor:
     """Inverts split_tensor_into_1d_equal_chunks: [N], any dtype -> [ranks * N]. Collective, not differentiable."""
     return all_gather_rows(tensor.detach().reshape(-1), group_or_existing(tp_group)).wait()
-
-
-class VocabUtility:
-    """Computes the range of vocabulary rows [first, last) of each rank, for an even split in rank order."""
-
-    @staticmethod
-    def vocab_range_from_per_partition_vocab_size(
-        per_partition_vocab_size: int, rank: int, world_size: int
-    ) -> tuple[int, int]:
-        """Returns (first, last) for `rank`, given the number of rows per rank."""
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank is {rank}: must be from 0 to world_size - 1 ({world_size - 1})")
-        return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
-
-    @staticmethod
-    def vocab_range_from_global_vocab_size(global_vocab_size: int, rank: int, world_size: int) -> tuple[int, int]:
-        """Returns (first, last) for `rank`. Raises ValueError if world_size does not divide global_vocab_size."""
-        rows = divide(global_vocab_size, world_size)
-        return VocabUtility.vocab_range_from_per_partition_vocab_size(rows, rank, world_size)

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel.layers import (
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.tensor_parallel.param_attributes import param_facts
-from megatron.core.tensor_parallel.utils import VocabUtility, split_tensor_along_last_dim
+from megatron.core.tensor_parallel.utils import split_tensor_along_last_dim
 from tests.unit_tests.core.models.small_models import small_config
 
 LINEAR = [ColumnParallelLinear, RowParallelLinear]
@@ -103,11 +103,7 @@ def test_marks_of_split_tensors() -> None:
     assert (split.tensor_model_parallel, split.partition_dim, split.partition_stride) == (True, 0, 2)
 
 
-def test_ranges_of_a_vocabulary_and_parts_of_a_tensor() -> None:
-    assert VocabUtility.vocab_range_from_global_vocab_size(12, 2, 3) == (8, 12)
-    assert VocabUtility.vocab_range_from_per_partition_vocab_size(5, 1, 3) == (5, 10)
-    with pytest.raises(ValueError, match="13 is not divisible by 3"):
-        VocabUtility.vocab_range_from_global_vocab_size(13, 0, 3)
+def test_parts_of_a_tensor() -> None:
     x = torch.arange(12.0).view(2, 6)
     parts = split_tensor_along_last_dim(x, 3, contiguous_split_chunks=True)
     assert [part.tolist() for part in parts] == [[[0, 1], [6, 7]], [[2, 3], [8, 9]], [[4, 5], [10, 11]]]
