@@ -17,7 +17,6 @@ from megatron.core.device import Arrival
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.bucket_storage import GradState, _ParamAndGradBucket
 from megatron.core.distributed.collectives import Handle
-from megatron.core.distributed.consistency import GradChecks, raise_non_finite
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.iteration import CollectiveTrace
 from megatron.core.process_groups_config import group_size
@@ -97,7 +96,6 @@ class _ParamAndGradBucketGroup:
         # Attributes that Megatron's users read.
         self.params = {slot.param for slot in self.slots}
         self.param_to_bucket = {slot.param: bucket for bucket in self.buckets for slot in bucket.slots}
-        self._checks: dict[tuple[bool, bool], GradChecks] = {}
         # Used until a scheduler attaches the group.
         self._mark_grad_ready: _MarkGradReady = self._mark_ready_alone
         self._start_grad_sync: _OnGroups = self._reduce_alone
@@ -167,20 +165,6 @@ class _ParamAndGradBucketGroup:
         """
         self._check_all_reduce(force_all_reduce, "finish_grad_sync")
         self._finish_grad_sync()
-
-    def check_grads(self, check_for_nan_or_inf: bool, check_for_large: bool) -> None:
-        """Checks this rank's gradients in main_grad. Not collective.
-
-        check_for_nan_or_inf: raises NonFiniteGradientError for a gradient that is not finite. check_for_large: logs a
-        warning for a norm more than ten times the largest norm of earlier calls.
-        """
-        checks = self._checks.setdefault(
-            (check_for_nan_or_inf, check_for_large), GradChecks(nan=check_for_nan_or_inf, large=check_for_large)
-        )
-        checks.measure([(slot.name, slot.main_grad) for slot in self.slots])
-        names = checks.non_finite_sync()
-        if names:
-            raise_non_finite(names, [])
 
     def free_overlap_buffers(self) -> None:
         """Frees the communication buffers kept between iterations; later iterations reallocate them."""

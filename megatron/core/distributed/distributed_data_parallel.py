@@ -398,13 +398,6 @@ class DistributedDataParallel(_BaseDataParallel):
         if not skip_next_bucket_dispatch:
             self.launch_order.prefetch()
 
-    def reset_param_sync_dispatch_state(self) -> None:
-        """Marks parameters as stale, so that forward or start_param_sync gathers them again.
-
-        Waits for gathers in flight. Must be called on all ranks.
-        """
-        self.mark_params_stale()
-
     def start_stale_param_sync(self, *unused: Any) -> None:
         """Starts pending gathers without waiting; used as a schedule's param_sync_func. Collective."""
         if not all_current(self._groups):

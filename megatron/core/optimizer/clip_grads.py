@@ -216,38 +216,6 @@ class GradStats:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores earlier norms from the state_dict of any kind of optimizer."""
 
-    def counted_grads(self, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        """Returns views of the reduced gradients that this rank counts: [n] each, the buffer's dtype.
-
-        group: restricts the result to gradients whose statistics are summed over this group; None means all.
-        """
-        return [
-            one.grad[part.start : part.end]
-            for one in self._runs
-            for part in self._parts[one]
-            if group is None or group in (self._expert_groups if part.with_experts else self._dense_groups)
-        ]
-
-    def sums_over(self, group: dist.ProcessGroup) -> bool:
-        """Returns whether the statistics of some gradients are summed over a group."""
-        return group in self._dense_groups or (group in self._expert_groups and not self._is_one_group)
-
-    @property
-    def whole_group(self) -> dist.ProcessGroup | None:
-        """Group of the ranks that hold different elements of dense parameters; None means this rank alone.
-
-        Raises ValueError if pg_collection has no such group.
-        """
-        several = [group for group in self._dense_groups if group is not None and group_size(group) > 1]
-        if len(several) < 2:
-            return several[0] if several else None
-        if self._groups.intra_dist_opt is None:
-            raise ValueError(
-                "pg_collection.intra_dist_opt is None: must be the group of all ranks that hold shards and layers "
-                "of a model"
-            )
-        return self._groups.intra_dist_opt
-
     # In parts, for gradients that are freed as soon as they are counted.
 
     def norms_of(self, runs: Iterable[FlatParamRange]) -> PartialStat:

@@ -26,7 +26,6 @@ from megatron.core.optimizer.grad_scaler import MegatronGradScaler
 from megatron.core.optimizer.optimizer import FULLY_RESHARDABLE, FlatState, MixedPrecisionOptimizer
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_parts import InitStateFn, OptimizerParts, parts_over_shards
-from megatron.core.optimizer.state_dict import MASTERS
 from megatron.core.process_groups_config import group_rank, group_size
 
 # Optimizer state as written by save_parameter_state. For each chunk: by parameter and kind of state, flat tensors [N],
@@ -108,15 +107,6 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
             params, bucket_size, data_parallel_world_size, ddp_config, expert_data_parallel_world_size
         )
 
-    @property
-    def optimizer_state_keys(self) -> list[str]:
-        """Sorted kinds of state that are stored for this rank's shards, such as exp_avg."""
-        return sorted({state.kind for state in self._flat_states()} - {MASTERS})
-
-    def start_param_sync_for_bucket_group_subset(self) -> None:
-        """Starts gathering the parameters of the chunks without waiting. Collective."""
-        self._start_gathers()
-
     # State, apart from the step.
 
     def state_dict(self) -> dict[str, Any]:
@@ -140,19 +130,6 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         if sharding_type not in (None, FULLY_RESHARDABLE):
             raise ValueError(f"sharding_type is {sharding_type!r}: must be None or {FULLY_RESHARDABLE!r}")
         return super().sharded_state_dict(model_sharded_state_dict, is_loading, metadata)
-
-    def sharded_param_state_fully_reshardable(
-        self,
-        model_sharded_state_dict: ShardedState,
-        is_loading: bool = False,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> dict[str, Any]:
-        """Returns sharded_state_dict, whose entries are boxes of whole tensors."""
-        return self.sharded_state_dict(model_sharded_state_dict, is_loading, metadata=metadata)
-
-    def load_parameter_state_from_fully_reshardable(self, state_dict: Mapping[str, Any]) -> None:
-        """Completes a load that sharded_param_state_fully_reshardable started; same as load_state_dict."""
-        self.load_state_dict(state_dict)
 
     def get_parameter_state_dp_zero(
         self, use_gloo_comm: bool = True, empty_data: bool = False, return_on_all_ranks: bool = False

@@ -41,7 +41,6 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.optimizer_parts import InitStateFn, OptimizerParts, parts_over_params
 from megatron.core.optimizer.state_dict import MASTERS, state_prefix
 from megatron.core.optimizer.stored_floats import StoredFloats
-from megatron.core.tensor_parallel.param_attributes import copy_marks
 from megatron.core.utils import unwrap_model
 
 # Megatron's name for the only format of optimizer state in checkpoints: boxes of whole tensors.
@@ -113,14 +112,6 @@ class FlatState:
                 model_pieces[member.name], member.view_of(flat), start=member.start, prefix=state_prefix(self.kind)
             )
         ]
-
-
-def copy_optimizer_param_metadata(destination: nn.Parameter, source: nn.Parameter) -> None:
-    """Copies the attributes that select groups and ranks from a parameter to a copy that is optimized in its place.
-
-    Layers and users set these attributes.
-    """
-    copy_marks(destination, source)
 
 
 class MegatronOptimizer:
@@ -236,9 +227,6 @@ class MegatronOptimizer:
                 elif member.param.grad is not None:
                     member.param.grad = torch.zeros_like(member.param.grad)
 
-    def prepare_model_params_for_param_sync(self) -> None:
-        """Does nothing, because after a step parameters are ready for their wrapper's start_param_sync."""
-
     def forget_attention_logits(self) -> None:
         """Drops the largest attention scores of discarded passes since the last step."""
         for logits in self._watched:
@@ -352,25 +340,6 @@ class MegatronOptimizer:
     def count_zeros(self) -> float:
         """Returns the number of exact zeros in all reduced gradients. Collective, like `step`."""
         return read_count_sync(self._grad_stats.count_zeros())
-
-    def get_grads_for_grad_norm(self, grad_norm_group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        """Returns the reduced, still scaled gradients that this rank counts in norms: views, [n], the buffer's dtype.
-
-        The gradients of replicated and tied parameters are counted on one rank only. grad_norm_group: restricts the
-        result to gradients whose norm is summed over this group; None means all.
-        """
-        return self._grad_stats.counted_grads(grad_norm_group)
-
-    def has_grad_norm_group(self, grad_norm_group: dist.ProcessGroup) -> bool:
-        """Returns whether the norm of any gradients is summed over a group."""
-        return self._grad_stats.sums_over(grad_norm_group)
-
-    def get_grad_stats_parallel_group(self) -> dist.ProcessGroup | None:
-        """Returns the group over which statistics of dense gradients are summed; None means this rank alone.
-
-        Raises ValueError if no single group contains exactly these ranks.
-        """
-        return self._grad_stats.whole_group
 
     def _step_prepared(self, *, clip_grad: float) -> None:
         if self._prepared is None:
@@ -850,19 +819,6 @@ class ChainedOptimizer(MegatronOptimizer):
         """The state of all torch optimizers; its keys are (index of the optimizer, parameter)."""
         return ProxyDict([rule.optimizer.state for rule in self._rules])
 
-    def get_grads_for_grad_norm(self, grad_norm_group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        """Returns all optimizers' reduced gradients that this rank counts in norms: views, [n], the buffer's dtype."""
-        return [grad for one in self.chained_optimizers for grad in one.get_grads_for_grad_norm(grad_norm_group)]
-
-    def has_grad_norm_group(self, grad_norm_group: dist.ProcessGroup) -> bool:
-        """Returns whether the norm of any optimizer's gradients is summed over a group."""
-        return any(one.has_grad_norm_group(grad_norm_group) for one in self.chained_optimizers)
-
-    def grads_states_parallel_group_is_shared(self) -> bool:
-        """Returns whether all optimizers sum statistics of dense gradients over the same ranks."""
-        first, *others = (one.get_grad_stats_parallel_group() for one in self.chained_optimizers)
-        return all(other is first for other in others)
-
     def sharded_state_dict(  # type: ignore[override]  # Megatron's arguments
         self, model_sharded_state_dict: ShardedState, is_loading: bool = False, **kwargs: Any
     ) -> dict[str, Any]:
@@ -938,16 +894,6 @@ class _JoinedStats(GradStats):
 
     def count_zeros(self) -> Tensor:
         return torch.stack([one.count_zeros() for one in self._every]).sum()
-
-    def counted_grads(self, group: dist.ProcessGroup | None = None) -> list[Tensor]:
-        return [grad for one in self._every for grad in one.counted_grads(group)]
-
-    def sums_over(self, group: dist.ProcessGroup) -> bool:
-        return any(one.sums_over(group) for one in self._every)
-
-    @property
-    def whole_group(self) -> dist.ProcessGroup | None:
-        return self._every[0].whole_group
 
     def params_norm(self) -> float:
         return math.hypot(*(one.params_norm() for one in self._every))
