@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 # Maximum number of step kinds that are recorded as warmed up.
 _MAX_WARM_KEYS = 64
-_TRAINING, _VALIDATION = "training", "validation"
 
 
 class _Plan(Enum):
@@ -103,7 +102,6 @@ class FullCudaGraphWrapper:
         self._has_warned = False
         self._graphs: OrderedDict[Hashable, _Captured] = OrderedDict()
         self._last_fingerprints: Hashable = None  # of the previous step
-        self._num_calls = {_TRAINING: 0, _VALIDATION: 0}
 
     @property
     def num_graphs(self) -> int:
@@ -130,7 +128,6 @@ class FullCudaGraphWrapper:
         CaptureFailedError, and ValueError for batches that cannot be static inputs.
         """
         keywords["num_microbatches"] = num_microbatches
-        self.next_iter(_VALIDATION if forward_only else _TRAINING)
         if forward_only or not self.may_break_off:
             return self._run(data_iterator=data_iterator, forward_only=forward_only, **keywords)
         batches = _read(data_iterator, num_microbatches)
@@ -148,26 +145,6 @@ class FullCudaGraphWrapper:
                 self._graphs.popitem(last=False)
         self._graphs.move_to_end(key)
         return self._replay(self._graphs[key], batches)
-
-    def data_read(self, data_iterator: Any, model: Any, training: bool, num_microbatches: int) -> Any:
-        """Reads a step's batches and returns an iterator over them, a list with one iterator per chunk, or None.
-
-        data_iterator: as in `__call__`. model, training: unused.
-        """
-        return _iterators(_read(data_iterator, num_microbatches))
-
-    def curr_iter(self, stage: str) -> int:
-        """Returns the number of calls so far in a stage, which is "training" or "validation"."""
-        return self._num_calls[_known_stage(stage)]
-
-    def next_iter(self, stage: str) -> None:
-        """Increments the number of calls in a stage, which is "training" or "validation"."""
-        self._num_calls[_known_stage(stage)] += 1
-
-    def reset_cuda_graph(self, stage: str | None = None) -> None:
-        """Drops the graphs of a stage, or of both stages for None. Validation runs eagerly and has no graphs."""
-        if stage is None or _known_stage(stage) == _TRAINING:
-            self.drop_graphs()
 
     def drop_graphs(self) -> None:
         """Drops all graphs and their memory. Later steps warm up and are captured from scratch."""
@@ -249,12 +226,6 @@ def _read(data_iterator: Any, num_microbatches: int) -> Any:
 
 def _iterators(batches: Any) -> Any:
     return list(map(_iterator, batches)) if isinstance(batches, tuple) else _iterator(batches)
-
-
-def _known_stage(stage: str) -> str:
-    if stage not in (_TRAINING, _VALIDATION):
-        raise ValueError(f"stage is {stage!r}: must be {_TRAINING} or {_VALIDATION}")
-    return stage
 
 
 def _iterator(batches: list[Any] | None) -> Iterator[Any] | None:

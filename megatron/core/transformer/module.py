@@ -10,13 +10,11 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 import torch
 from torch import Tensor, nn
 
-from megatron.core.device import default_device
 from megatron.core.tensor_parallel.copies import CopiedWithGroups
 from megatron.core.tensor_parallel.kept_dtypes import KeepsDtypes, cast_unless_kept
 from megatron.core.tensor_parallel.kept_dtypes import mark_keep_in_fp32 as mark_keep_in_fp32  # at its path in Megatron
-from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import ModelWrapper, divide
+from megatron.core.utils import ModelWrapper
 
 # Run(function, *args, **kwargs) returns function(*args, **kwargs).
 Run = Callable[..., Any]
@@ -118,12 +116,6 @@ class MegatronModule(CopiedWithGroups):
         state: dict[str, Any] = self.state_dict(prefix=prefix, keep_vars=keep_vars)
         return state
 
-    def set_is_first_microbatch(self) -> None:
-        """Sets is_first_microbatch on every submodule that defines it, such as layers of Transformer Engine."""
-        for module in self.modules():
-            if "is_first_microbatch" in vars(module):
-                vars(module).update(is_first_microbatch=True)
-
 
 class GraphableMegatronModule(MegatronModule):
     """A module with hidden states [S, B, H] as input, whose parts may run as CUDA graphs.
@@ -135,17 +127,6 @@ class GraphableMegatronModule(MegatronModule):
         """Stores the arguments. vp_stage: index of the model chunk in its pipeline stage; None means the only chunk."""
         super().__init__(config)
         self.vp_stage = vp_stage
-
-    def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, Tensor]:
-        """Returns example inputs, with the shapes that this rank uses in training, on this process's device.
-
-        hidden_states: [seq_length / ranks that share a sequence, micro_batch_size, H], dtype config.hidden_dtype, ones
-        that require a gradient.
-        """
-        config = self.config
-        shape = divide(seq_length, config.sequence_parts), micro_batch_size, config.hidden_size
-        hidden = torch.ones(shape, dtype=config.hidden_dtype, device=default_device(), requires_grad=True)
-        return {"hidden_states": hidden}
 
 
 def to_residual(hidden_states: Tensor, config: TransformerConfig) -> Tensor:
@@ -210,39 +191,8 @@ def cast_floating(value: Any, dtype: torch.dtype) -> Any:
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
 
-def param_is_not_shared(param: nn.Parameter) -> bool:
-    """Returns whether this pipeline stage owns the parameter, rather than a copy of another stage's parameter."""
-    return not param_facts(param).shared
-
-
 def convert_module_to_dtype_except_fp32_marked(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Casts all floating-point parameters and buffers except those marked by mark_keep_in_fp32. Returns the module."""
     for tensor in (*module.parameters(), *module.buffers()):
         tensor.data = cast_unless_kept(tensor, dtype).detach()
     return module
-
-
-def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
-    """Applies `conversion` to each item of nested tuples and lists. Returns the results in the same structure."""
-    if isinstance(val, (tuple, list)):
-        return type(val)(conversion_helper(item, conversion) for item in val)
-    return conversion(val)
-
-
-def fp32_to_float16(val: Any, float16_convertor: Callable[[Tensor], Tensor]) -> Any:
-    """Applies `float16_convertor` to the fp32 tensors, any shape, in nested tuples and lists. Keeps other values."""
-
-    def convert(item: Any) -> Any:
-        return float16_convertor(item) if isinstance(item, Tensor) and item.dtype == torch.float32 else item
-
-    return conversion_helper(val, convert)
-
-
-def float16_to_fp32(val: Any) -> Any:
-    """Converts the fp16 and bf16 tensors, any shape, in nested tuples and lists to fp32. Keeps other values."""
-
-    def convert(item: Any) -> Any:
-        is_half = isinstance(item, Tensor) and item.dtype in (torch.float16, torch.bfloat16)
-        return item.float() if is_half else item
-
-    return conversion_helper(val, convert)

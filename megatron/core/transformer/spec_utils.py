@@ -1,6 +1,5 @@
 """Specs, which describe a module to build by its class, its arguments and the specs of its submodules."""
 
-import functools
 import importlib
 import inspect
 import types
@@ -39,18 +38,6 @@ def get_module(spec_or_module: Any, **additional_kwargs: Any) -> Any:
     if isinstance(spec_or_module, ModuleSpec):
         spec_or_module = spec_or_module.module
     return import_module(spec_or_module) if isinstance(spec_or_module, tuple) else spec_or_module
-
-
-def get_submodules(spec: Any) -> Any:
-    """Returns the submodules of a spec, or the `submodules` argument of a functools.partial of a builder.
-
-    Raises ValueError for other objects.
-    """
-    if isinstance(spec, ModuleSpec):
-        return spec.submodules
-    if isinstance(spec, functools.partial) and "submodules" in spec.keywords:
-        return spec.keywords["submodules"]
-    raise ValueError(f"{spec!r} has no submodules: must be a ModuleSpec, or a functools.partial with submodules")
 
 
 def accepted_by(function: Callable[..., Any], keywords: Mapping[str, Any]) -> dict[str, Any]:

@@ -78,10 +78,6 @@ class TransformerBlock(GraphableMegatronModule):
                 spec.layer_norm, config=config, hidden_size=config.hidden_size, eps=config.layernorm_epsilon
             )
 
-    def has_final_layernorm_in_this_stage(self) -> bool:
-        """Returns whether this chunk contains the final norm."""
-        return self.final_layernorm is not None
-
     def forward(
         self,
         hidden_states: Tensor | None,

@@ -509,10 +509,6 @@ class AuxLossRecorder(LossRecorder, KeepsDtypes):
         rows = {name: self.sums[self.names.index(name)] for name in sorted(self.recorded_names)}
         return {name: row for name, row in rows.items() if name in _ROUTER_LOSSES}
 
-    def forget_averages(self, *, layer_number: int) -> None:
-        """Clears the running counts of a layer's global-batch loss in this step; layer_number: from 1."""
-        self.global_tokens_per_expert[layer_number - 1].zero_()
-
     def forget_losses(self) -> None:
         """Sets all sums and counts of losses to zero."""
         self.sums.zero_()

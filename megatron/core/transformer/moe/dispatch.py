@@ -153,10 +153,6 @@ class MoETokenDispatcher(ABC):
             raise ValueError(f"shared_experts is {shared_experts!r}: must be a module or function")
         self.shared_experts = shared_experts
 
-    def get_expert_zero_copy_buffers(self) -> tuple[None, None]:
-        """Returns (None, None) for the output and gradient buffers, because experts allocate new tensors."""
-        return None, None
-
     def take_demand(self) -> RowDemand | None:
         """Returns and clears the RowDemand of dispatch_postprocess; None for a dispatcher without static buffers."""
         # The demand is cleared because a CUDA graph may own its memory.

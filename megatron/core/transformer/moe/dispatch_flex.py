@@ -22,7 +22,6 @@ from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.device import default_device, is_capturing
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
-from megatron.core.transformer.moe.dispatch import RowDemand
 from megatron.core.transformer.moe.dispatch_alltoall import RowsUnderWay, require_own_stream, to_every_shard
 from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAlltoAllTokenDispatcher,
@@ -71,11 +70,8 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
     """Base class of the flex dispatchers. Its constructor returns an instance of the selected backend's subclass.
 
     On the meta device, where no library runs, torch's all-to-all fills the same buffers. The buffers have a fixed size,
-    which a routing may exceed. check_over_budget and the methods after it report overflow and change the size between
-    steps. Construction is collective.
+    which a routing may exceed. Construction is collective.
     """
-
-    _num_tokens = 0  # number of tokens T in the last dispatch
 
     def __new__(
         cls,
@@ -125,59 +121,6 @@ class MoEFlexTokenDispatcher(MoEStaticTokenDispatcher):
 
         hidden_states: [*, H], any float dtype. Returns the received rows.
         """
-
-    def _record(self, demand: RowDemand, num_tokens: int) -> None:
-        super()._record(demand, num_tokens)
-        self._num_tokens = num_tokens
-        missing, needed = self._dispatched
-        torch.maximum(missing, demand.rows_missing, out=missing)
-        torch.maximum(needed, demand.factor_needed, out=needed)
-
-    @functools.cached_property
-    def _dispatched(self) -> tuple[Tensor, Tensor]:
-        """Largest number of missing rows, [1], int64, and largest required factor, [1], fp32, of any dispatch."""
-        device = default_device()
-        return (
-            torch.zeros(1, dtype=torch.int64, device=device),
-            torch.zeros(1, dtype=torch.float32, device=device),
-        )
-
-    def check_over_budget(self) -> Tensor:
-        """Returns whether any dispatch since reset_over_budget dropped rows: [1], bool, on the device."""
-        return self._dispatched[0] > 0
-
-    def check_required_capacity(self) -> Tensor:
-        """Returns the buffer size, in rows, that all dispatches since reset_over_budget required.
-
-        Returns [1], int64, on the device. With this size, none of them would have dropped rows.
-        """
-        return (self._dispatched[1].double() * self.budget.balanced_rows(self._num_tokens)).ceil().long()
-
-    def grow_ep_recv_capacity(self, new_capacity: int) -> None:
-        """Grows the buffers of later dispatches to at least new_capacity rows. Existing CUDA graphs become invalid.
-
-        Raises ValueError before the first dispatch, which determines the number of tokens, and if new_capacity is below
-        the current size.
-        """
-        if not self._num_tokens:
-            raise ValueError(
-                "the buffer size depends on the number of tokens per dispatch: call this after the first dispatch"
-            )
-        now = self.budget.rows_of_rank(self._num_tokens)
-        if new_capacity < now:
-            raise ValueError(f"new_capacity is {new_capacity}: must be at least the current {now} rows of the buffer")
-        self.set_capacity_factor(new_capacity / self.budget.balanced_rows(self._num_tokens))
-        self.reserve(self._num_tokens, row_bytes=self.config.hidden_size * self.config.params_dtype.itemsize)
-
-    def invalidate_ep_bootstrap(self) -> None:
-        """Clears the recorded dispatches. Call it after a change of ranks. Exchange buffers are not affected."""
-        self.reset_over_budget()
-        self._num_tokens = 0
-
-    def reset_over_budget(self) -> None:
-        """Clears the record of dropped rows and required capacity."""
-        for number in self._dispatched:
-            number.zero_()
 
 
 def _missing_for_symm_mem(config: TransformerConfig) -> list[str]:

@@ -38,15 +38,6 @@ class ExpertsInterface(Protocol):
         """
 
 
-class ExpertsBuilder(Protocol):
-    """Callable that builds a rank's experts: a class, or the ModuleSpec of a class."""
-
-    def __call__(
-        self, num_local_experts: int, config: TransformerConfig, /, *, pg_collection: ProcessGroupCollection
-    ) -> ExpertsInterface:
-        """Builds num_local_experts experts; pg_collection: the process groups of this rank."""
-
-
 class SharedExpertsInterface(Protocol):
     """Interface through which MoELayer calls the shared expert."""
 
@@ -54,18 +45,6 @@ class SharedExpertsInterface(Protocol):
         """Runs the shared expert; hidden_states: [T, H], parameter dtype.
 
         Returns [T, H], or a tuple of [T, H] and a bias to add or None.
-        """
-
-
-class SharedExpertsBuilder(Protocol):
-    """Callable that builds the shared expert: a class, or the ModuleSpec of a class."""
-
-    def __call__(
-        self, *, config: TransformerConfig, gate: bool, pg_collection: ProcessGroupCollection
-    ) -> SharedExpertsInterface:
-        """Builds the shared expert.
-
-        gate: whether its output is multiplied by a learned gate. pg_collection: the process groups of this rank.
         """
 
 
@@ -80,18 +59,6 @@ class RouterInterface(Protocol):
 
     def set_layer_number(self, layer_number: int) -> None:
         """Sets the layer number. Layers are numbered from 1."""
-
-
-class RouterBuilder(Protocol):
-    """Callable that builds the router: a class, or the ModuleSpec of a class."""
-
-    def __call__(
-        self, config: TransformerConfig, /, pg_collection: ProcessGroupCollection, is_mtp_layer: bool = False
-    ) -> RouterInterface:
-        """Builds the router.
-
-        pg_collection: the process groups of this rank. is_mtp_layer: whether it is in a multi-token prediction layer.
-        """
 
 
 @dataclass

@@ -283,34 +283,11 @@ class TopKRouter(Router):
             )
         return Routing(weights, indices, self.num_experts)
 
-    def sinkhorn_load_balancing(self, logits: Tensor) -> Routing:
-        """Chooses experts by the Sinkhorn normalization in training, and by the scores alone in evaluation.
-
-        logits: [T, E], fp32 or fp64. Returns a Routing with weights of the same dtype. `routing` does the same if
-        moe_router_load_balancing_type is sinkhorn.
-        """
-        training, evaluation = build_sinkhorn_routes(self.topk)
-        choice = (training if self.training else evaluation)(logits, None)
-        return Routing(choice.weights, choice.indices, self.num_experts)
-
     # Losses
-
-    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """Returns the coefficient of a load-balancing loss, such as seq_aux_loss; 0 if the type is not used."""
-        return self.config.aux_loss_coefficient(aux_loss_type)
 
     def is_aux_loss_enabled(self) -> bool:
         """Returns whether training adds any load-balancing loss."""
         return bool(self.balancing.wanted)
-
-    def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Attaches the z-loss during training, with moe_z_loss_coeff; logits: [T, E], fp32 or fp64.
-
-        padding_mask: see forward. Returns the logits, through which backward also reaches the loss.
-        """
-        if not (self.training and torch.is_grad_enabled()):
-            return logits
-        return self._with_z_loss(logits, None if padding_mask is None else _valid_tokens(padding_mask, logits))
 
     def _with_z_loss(self, logits: Tensor, valid: Tensor | None) -> Tensor:
         if self.z_loss_coeff == 0:
@@ -341,10 +318,6 @@ class TopKRouter(Router):
 
     def _average_counts(self, tokens_per_expert: Tensor, num_assigned: int | Tensor) -> Tensor:
         return self.aux_losses.average_counts(tokens_per_expert, num_assigned, layer_number=self.layer_number)
-
-    def reset_global_aux_loss_tracker(self) -> None:
-        """Clears the running counts of this layer's global-batch loss in this step."""
-        self.aux_losses.forget_averages(layer_number=self.layer_number)
 
     def attach_and_log_load_balancing_loss(
         self,

@@ -49,10 +49,6 @@ class SharedExpertMLP(MLP):
             pg_collection=pg_collection,
         )
         self.name = name
-        # State between the steps, for a caller that runs each step separately.
-        self._input: Tensor | None = None
-        self._gate: Tensor | None = None
-        self._result: Tensor | None = None
         groups = pg_collection or existing_process_groups()
         self.sequence_group = or_alone(groups.tp if config.sequence_parallel else None)
         self.gate_weight = None
@@ -86,50 +82,3 @@ class SharedExpertMLP(MLP):
         gate = F.linear(hidden_states, self.gate_weight).sigmoid().squeeze(-1)
         # The gate scales activations, which under sequence parallelism hold all positions and this rank's columns.
         return gather_from_sequence_parallel_region(gate, group=self.sequence_group)
-
-    # The separate steps of `forward`, for a custom dispatcher that runs them between its exchanges. The projections
-    # include their communication, which runs on the current stream.
-
-    def wait_current_stream(self) -> None:
-        """Does nothing, because the steps run on the current stream and need no synchronization."""
-
-    def pre_forward_comm(self, input: Tensor, wait_current_stream: bool = True) -> None:
-        """Begins a forward and computes the gate.
-
-        input: [*, H], parameter dtype. wait_current_stream: has no effect.
-        """
-        self._gate, self._input, self._result = self._gate_of(input), input, None
-
-    def linear_fc1_forward_and_act(self, overlapped_comm_output: Tensor | None = None) -> None:
-        """Runs the first projection and the activation.
-
-        overlapped_comm_output: unused, any shape and dtype.
-        """
-        scale = None if self._gate is None else self._gate.unsqueeze(-1)
-        intermediate, bias = self.linear_fc1(_begun(self._input, "pre_forward_comm"))
-        self._input = self.activation(intermediate, bias=bias, scale=scale)
-
-    def linear_fc2_forward(self, overlapped_comm_output: Tensor | None = None) -> None:
-        """Runs the second projection.
-
-        overlapped_comm_output: unused, any shape and dtype.
-        """
-        output, bias = self.linear_fc2(_begun(self._input, "linear_fc1_forward_and_act"))
-        if bias is not None:
-            output = output + (bias if self._gate is None else (bias * self._gate.unsqueeze(-1)).to(output.dtype))
-        self._result, self._input, self._gate = output, None, None
-
-    def post_forward_comm(self) -> None:
-        """Checks that the second projection has run. Communicates nothing, as it already reduced its output."""
-        _begun(self._result, "linear_fc2_forward")
-
-    def get_output(self) -> Tensor:
-        """Returns the output of the steps, including the bias, and clears it: [*, H], parameter dtype."""
-        output, self._result = _begun(self._result, "linear_fc2_forward"), None
-        return output
-
-
-def _begun(tensor: Tensor | None, step: str) -> Tensor:
-    if tensor is None:
-        raise RuntimeError(f"the shared expert has no input for this step: call {step} first")
-    return tensor

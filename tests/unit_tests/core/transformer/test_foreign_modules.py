@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_decoder_block_spec,
@@ -21,7 +21,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.norms import LayerNorm, Norm, RMSNorm
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module, get_submodules
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module, get_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from tests.unit_tests.core.models.small_models import (
     LLAMA_LIKE,
@@ -94,9 +94,6 @@ def test_an_activation_module_and_a_partial_builder_take_the_place_of_the_functi
     dense = get_mlp_module_spec(False).submodules
     other = functools.partial(MLP.as_mlp_submodule, replace(dense, activation_func=ForeignActivation))
     named = functools.partial(MLP.as_mlp_submodule, submodules=dense)
-    assert get_submodules(named) is dense and get_submodules(ModuleSpec(MLP, submodules=dense)) is dense
-    with pytest.raises(ValueError, match="has no submodules"):
-        get_submodules(MLP)
     losses = [loss_of(model_of(spec_with(**parts), config)) for parts in ({}, {"mlp": other}, {"mlp": named})]
     torch.testing.assert_close(losses[1], losses[0])
     assert torch.equal(losses[2], losses[0])
@@ -204,29 +201,6 @@ def test_boxes_of_a_part_have_the_names_of_the_whole_model() -> None:
     with pytest.raises(ValueError, match="sharded_offsets is"):
         layer.sharded_state_dict("layer.", ((0, 1, 2),))
     assert set(layer.state_dict_for_save_checkpoint("x.")) == {f"x.{name}" for name in layer.state_dict()}
-
-
-def test_static_inputs_have_the_shapes_of_a_run() -> None:
-    config = small_config(context_parallel_size=2, cp_comm_type="p2p")
-    layer = TransformerLayer(small_config(), get_gpt_layer_local_submodules(), vp_stage=None)
-    assert layer.get_layer_static_inputs(8, 3)["hidden_states"].shape == (8, 3, config.hidden_size)
-    layer.config = config
-    inputs = layer.get_layer_static_inputs(8, 3)
-    assert inputs["hidden_states"].shape == (4, 3, config.hidden_size) and inputs["hidden_states"].requires_grad
-
-
-class WithCache(nn.Module):
-    """A module with an is_first_microbatch attribute, like modules of Transformer Engine."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        self.is_first_microbatch = False
-
-
-def test_modules_that_cache_weights_are_told_of_a_first_microbatch() -> None:
-    layer = TransformerLayer(small_config(), replace(get_gpt_layer_local_submodules(), mlp=WithCache))
-    layer.set_is_first_microbatch()
-    assert layer.mlp.is_first_microbatch and not hasattr(layer, "is_first_microbatch")
 
 
 class _NamedMLP(MLP):

@@ -97,7 +97,7 @@ class PagedStashManager:
         pool: a pool sized by the caller; None learns the sizes in the first step. prefetch_groups: number of groups
         whose rows are restored ahead of their backward.
         """
-        self._prefetch_groups, self._chunk, self._name = prefetch_groups, "", "experts"
+        self._prefetch_groups, self._chunk = prefetch_groups, ""
         self._page_size, self._factors = _PAGE_SIZE, (_FACTOR_CUDA, _FACTOR_CPU)
         self._stash = None if pool is None else PagedStash(pool, prefetch_groups=prefetch_groups)
         self._is_enabled = True
@@ -189,17 +189,13 @@ class PagedStashManager:
         """Returns a context manager for the forward of an expert group; see PagedStash.context.
 
         num_rows: [1] or scalar, int64 or int32, on the pool's device, or an int. expected: live rows for which the pool
-        is sized; None means max_rows. name: None means the name passed to set_current_layer_name.
+        is sized; None means max_rows. name: None means "experts".
         """
         device = num_rows.device if isinstance(num_rows, Tensor) else torch.get_default_device()
         stash = self._stash_on(device)
         if isinstance(stash, LearningStash):
             stash.expected = expected
-        return stash.context(self._chunk + (name or self._name), num_rows, max_rows=max_rows)
-
-    def set_current_layer_name(self, name: str) -> None:
-        """Sets the name of contexts that are opened without one."""
-        self._name = name
+        return stash.context(self._chunk + (name or "experts"), num_rows, max_rows=max_rows)
 
     def update_model_chunk(self, vp_stage_index: int | None) -> None:
         """Assigns later groups to a model chunk of the pipeline stage; None if the stage has a single chunk."""
@@ -209,16 +205,6 @@ class PagedStashManager:
         """Makes the main stream wait for all copies."""
         if self._stash is not None:
             self._stash.join()
-
-    @property
-    def pack_stream(self) -> Any:
-        """Stream that copies rows into pages; None on the CPU."""
-        return self.stash.streams.stash.stream
-
-    @property
-    def unpack_stream(self) -> Any:
-        """Stream that copies rows out of pages; None on the CPU."""
-        return self.stash.streams.restore.stream
 
 
 @cache

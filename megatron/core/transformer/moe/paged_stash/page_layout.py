@@ -125,14 +125,6 @@ def pages_for(specs: Sequence[TensorSpec], num_rows: int, *, layout: PoolLayout)
     return PagesByPriority(*pages)
 
 
-def pages_bound(live_bytes: int, num_tensors: int, *, layout: PoolLayout) -> int:
-    """Returns the maximum number of pages that num_tensors tensors with live_bytes bytes in total can occupy.
-
-    Each tensor's last page may contain as little as one byte; all other pages are full.
-    """
-    return live_bytes // layout.page_bytes + num_tensors
-
-
 def page_bytes(page_size: int, *, hidden_size: int, itemsize: int) -> int:
     """Returns the size in bytes of a page for page_size tokens of hidden_size elements, rounded up to ALIGNMENT."""
     return -(-page_size * hidden_size * itemsize // ALIGNMENT) * ALIGNMENT
