@@ -4,9 +4,8 @@ The steps are in router.py, dispatch_*.py, experts.py and shared_experts.py.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -25,45 +24,16 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class ExpertsInterface(Protocol):
-    """Interface through which MoELayer calls a rank's experts."""
-
-    def forward(
-        self, dispatched_input: Tensor, tokens_per_expert: Tensor, permuted_probs: Tensor, /
-    ) -> tuple[Tensor, Tensor | None]:
-        """Returns the experts' weighted outputs [R, H], and None, because any bias is already added.
-
-        dispatched_input: [R, H], parameter dtype, sorted by expert; tokens_per_expert: [e], int64, on the device;
-        permuted_probs: [R], the weight of each row.
-        """
-
-
-class SharedExpertsInterface(Protocol):
-    """Interface through which MoELayer calls the shared expert."""
-
-    def forward(self, hidden_states: Tensor, /) -> Tensor | tuple[Tensor, Tensor | None]:
-        """Runs the shared expert; hidden_states: [T, H], parameter dtype.
-
-        Returns [T, H], or a tuple of [T, H] and a bias to add or None.
-        """
-
-
-class RouterInterface(Protocol):
-    """Interface through which MoELayer calls a router. If the layer receives a padding_mask, it follows `input`."""
-
-    def forward(self, input: Tensor, /) -> Sequence[Tensor]:
-        """Routes tokens: [S, B, H], parameter dtype.
-
-        Returns a Routing, or two tables [T, E]: the weights, float, 0 where not chosen, and the choice, bool.
-        """
-
-    def set_layer_number(self, layer_number: int) -> None:
-        """Sets the layer number. Layers are numbered from 1."""
-
-
 @dataclass
 class MoESubmodules:
-    """Classes or specs of the routed experts, the shared expert, and the router."""
+    """Classes or specs of the routed experts, the shared expert, and the router.
+
+    experts: forward(rows [R, H] sorted by expert, tokens_per_expert [e], weights [R]) returns the weighted outputs
+    [R, H] and None, because any bias is already added. shared_experts: forward(tokens [T, H]) returns [T, H], or a
+    tuple of [T, H] and a bias to add or None. router: forward(tokens [S, B, H]), followed by padding_mask if the layer
+    receives one, returns a Routing, or two tables [T, E]: the weights, float, 0 where not chosen, and the choice, bool.
+    set_layer_number sets the router's layer, from 1.
+    """
 
     experts: Any = None
     shared_experts: Any = None
