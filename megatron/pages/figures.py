@@ -1,7 +1,7 @@
 """Builds figures of pages as plain values for plotly.js: stacked bars, stacked columns, and boxes on a time line.
 
-Texts are escaped, because plotly would interpret parts of them as markup. Colors of text and grid lines are
-chosen in plots.js, which draws the figures.
+Texts are escaped, because plotly would interpret parts of them as markup. Colors of text and grid lines are chosen in
+plots.js, which draws the figures.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

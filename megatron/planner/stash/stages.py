@@ -1,5 +1,4 @@
-"""Determines the inputs of a stash plan: the expert passes of each pipeline stage, the ranks that share experts, and
-their buffers.
+"""Determines the inputs of a stash plan: expert passes of each pipeline stage, ranks that share experts, and buffers.
 
 Reads them from the run's own model, built on the meta device.
 """

@@ -1,5 +1,4 @@
-"""Writes the files in a run's folder: `run.json` with its settings, `steps.jsonl` with one line per step, and
-`progress.txt`.
+"""Writes the files in a run's folder: settings (`run.json`), one line per step (`steps.jsonl`), and `progress.txt`.
 
 console.py prints to the console, and tensorboard.py writes files for TensorBoard.
 """

@@ -1,9 +1,9 @@
 """Logs scalars of a run to Weights & Biases through the package wandb, with the same tags as tensorboard.py.
 
 [Note: continued runs] Weights & Biases identifies a run by its id, which the first start writes to `run_id.txt` in the
-run's folder. A start from a checkpoint reads the id and continues that run. A start at step 0 begins a new run.
-Points use the iteration as their step, which must not decrease. If an iteration is repeated after a restart or a
-rewind, its first values remain.
+run's folder. A start from a checkpoint reads the id and continues that run. A start at step 0 begins a new run. Points
+use the iteration as their step, which must not decrease. If an iteration is repeated after a restart or a rewind, its
+first values remain.
 """
 
 import os

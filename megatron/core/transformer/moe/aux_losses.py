@@ -13,9 +13,9 @@ schedule also scales the main loss (number of microbatches, loss scale). The for
 
 [Note: recomputed layers]
 With activation recompute, the forward of a layer runs a second time during backward. Its losses must be attached again,
-but sums and counts are recorded only once. The global-batch loss depends on the
-counts accumulated so far, which by then include later microbatches. The average of the first forward is therefore
-remembered for the second one; see [Note: values of a forward] in tensor_parallel/random.py.
+but sums and counts are recorded only once. The global-batch loss depends on the counts accumulated so far, which by
+then include later microbatches. The average of the first forward is therefore remembered for the second one; see
+[Note: values of a forward] in tensor_parallel/random.py.
 
 [Note: groups of counts]
 Tokens per expert are counted on each rank and summed over one of three groups. `tp_cp`: ranks that hold parts of the

@@ -66,11 +66,8 @@ class MoETokenDispatcher(ABC):
         self.ep_size, self.tp_size = group_size(groups.ep), group_size(groups.expt_tp)
         self.shared_experts: Callable[[Tensor], Any] | None = None
         self._demand: RowDemand | None = None
-        self._tokens: Tensor | None
-        self._shape, self._tokens = (
-            torch.Size(),
-            None,
-        )  # shape of the tokens passed to step 1; tokens for a shared expert
+        self._shape = torch.Size()  # of the tokens passed to step 1
+        self._tokens: Tensor | None = None  # for a shared expert
         self._shared_output: Tensor | None = None
         self._passage: Any = None  # row order of the current forward, in a type specific to each dispatcher
 

@@ -11,10 +11,9 @@ With moe_expert_rank_capacity_factor the rows are stored in a buffer of C rows. 
 device knows R. The GEMMs read R from the offsets on the device. The activation receives R as num_rows and is an
 operator of the stash, because a plain activation would compute all C rows. Rows beyond the first R are undefined, and
 so are their gradients. A stash saves the live rows for backward in pages. If the pool has no pages left, it drops
-tensors that
-backward can recompute: first act, from gate_up and the weights, then gate_up, from the rows. `_static_forward`
-registers the rows with the stash, together with functions that recompute them. A recomputed gate_up is bit-identical,
-because recompute_gate_up runs the same operations in the same order as `_static_fc1`.
+tensors that backward can recompute: first act, from gate_up and the weights, then gate_up, from the rows.
+`_static_forward` registers the rows with the stash, together with functions that recompute them. A recomputed gate_up
+is bit-identical, because recompute_gate_up runs the same operations in the same order as `_static_fc1`.
 """
 
 import math

@@ -5,12 +5,13 @@ saved_tensors.py decides which tensors belong to a group. stash.py decides which
 [Note: side streams] The planning kernel allocates pages on the stash stream, and only it writes the heads of the rings.
 The release kernel returns pages on the restore stream, and only it writes the tails. A stash and a restore may
 therefore run concurrently. With a single stream, the prefetch of the next group would wait for copies into pages
-although it does not depend on them.
-All work on either stream first waits for the main stream:
+although it does not depend on them. All work on either stream first waits for the main stream:
+
 - stash: the experts' kernels may still be writing its sources. Its plan must also see the pages that backward has
   released, because the reserve counts on them. The main stream waited for these releases before it ran backward.
 - restore: kernels launched earlier on the main stream may still read the memory of its targets, because the allocator
   reuses memory in main-stream order.
+
 Stashes that replace each other use the same two streams (StashStreams). torch has a pool of 32 streams per device and
 assigns them round-robin, so new streams for each plan would soon coincide with the streams of reductions and copies,
 and wait for their work. A reset clears the page pool on the main stream. The main stream therefore waits for both
