@@ -22,13 +22,12 @@ class ShardedTensor:
     """Part of a logical tensor that this rank stores. A rank may store several parts of one key.
 
     The fields are the same as in Megatron-Core. key: name in the checkpoint, without rank, padding or bucket. data:
-    [*local_shape], `dtype`, any strides; a save reads it and a load fills it in place; None for an item created by
-    without_data. global_shape, global_offset: shape of the whole tensor, and index of the part's first element; both
-    begin with `prepend_axis_num` axes that `data` lacks. axis_fragmentations: number of equal parts along each axis, or
-    None. replica_id: number of this copy; only the main replica is written. allow_shape_mismatch: whether a load may
-    read only the elements that the stored tensor contains. flattened_range: range of the flattened part that `data`,
-    [N], contains; None means the whole part. allow_cast: whether a load may convert from a different floating-point
-    dtype.
+    [*local_shape], `dtype`, any strides; a save reads it and a load fills it in place, or allocates it if it is None.
+    global_shape, global_offset: shape of the whole tensor, and index of the part's first element; both begin with
+    `prepend_axis_num` axes that `data` lacks. axis_fragmentations: number of equal parts along each axis, or None.
+    replica_id: number of this copy; only the main replica is written. allow_shape_mismatch: whether a load may read
+    only the elements that the stored tensor contains. flattened_range: range of the flattened part that `data`, [N],
+    contains; None means the whole part. allow_cast: whether a load may convert from a different floating-point dtype.
     """
 
     key: str
