@@ -54,8 +54,14 @@ class Traffic(Enum):
     AGREE = "agree"
 
 
-_MarkGradReady = Callable[["_ParamAndGradBucketGroup", nn.Parameter], None]
-_OnGroups = Callable[[Sequence["_ParamAndGradBucketGroup"]], None]
+class GroupScheduler(Protocol):
+    """Launches the collectives of bucket groups: a CollectiveScheduler, or GroupAlone."""
+
+    def mark_grad_ready(self, group: "_ParamAndGradBucketGroup", param: nn.Parameter) -> None: ...
+    def start_grad_sync(self, groups: Sequence["_ParamAndGradBucketGroup"]) -> None: ...
+    def finish(self) -> None: ...
+    def start_param_sync(self, groups: Sequence["_ParamAndGradBucketGroup"]) -> None: ...
+    def need(self, group: "_ParamAndGradBucketGroup", *, prefetch: bool) -> None: ...
 
 
 class _ParamAndGradBucketGroup:
@@ -67,11 +73,12 @@ class _ParamAndGradBucketGroup:
     ddp_config: None disables overlap in a standalone group. collective_group, collective_group_size: must be None or
     match the buckets; otherwise ValueError is raised. name: used in messages; must be the same on all ranks.
     is_last_microbatch: whether the current microbatch is the iteration's last. Only its gradients are counted.
-    is_last_backward: whether the current backward pass is the iteration's last. number: the group's index among all
-    groups, set by `attach`.
+    is_last_backward: whether the current backward pass is the iteration's last. scheduler: launches the collectives;
+    GroupAlone until a CollectiveScheduler calls `attach`. number: the group's index among all groups of that scheduler.
     """
 
     number: int
+    scheduler: GroupScheduler
 
     def __init__(
         self,
@@ -96,37 +103,19 @@ class _ParamAndGradBucketGroup:
         # Attributes that Megatron's users read.
         self.params = {slot.param for slot in self.slots}
         self.param_to_bucket = {slot.param: bucket for bucket in self.buckets for slot in bucket.slots}
-        # Used until a scheduler attaches the group.
-        self._mark_grad_ready: _MarkGradReady = self._mark_ready_alone
-        self._start_grad_sync: _OnGroups = self._reduce_alone
-        self._finish_grad_sync: Callable[[], None] = self._finish_alone
-        self._start_param_sync: _OnGroups = self._gather_alone
-        self._need: Callable[..., None] = self._wait_alone
+        self.scheduler = GroupAlone(self)
         # Called when the parameters are gathered; set by their owner on this rank.
         self.on_arrival: Callable[[], None] | None = None
 
-    def attach(
-        self,
-        number: int,
-        *,
-        trace: CollectiveTrace | None,
-        mark_grad_ready: _MarkGradReady,
-        start_grad_sync: _OnGroups,
-        finish_grad_sync: Callable[[], None],
-        start_param_sync: _OnGroups,
-        need: Callable[..., None],
-    ) -> None:
-        """Connects the group to a scheduler, whose methods launch collectives in the common order.
+    def attach(self, scheduler: GroupScheduler, number: int, *, trace: CollectiveTrace | None) -> None:
+        """Makes the group's collectives part of a scheduler's common order.
 
         number: index of the group among all groups. trace: records the group's collectives; None if the group is not
         identical on all ranks of the stage.
         """
-        self.number = number
+        self.scheduler, self.number = scheduler, number
         for bucket in self.buckets:
             bucket.trace = trace
-        self._mark_grad_ready, self._start_grad_sync = mark_grad_ready, start_grad_sync
-        self._finish_grad_sync = finish_grad_sync
-        self._start_param_sync, self._need = start_param_sync, need
 
     # Public methods. The scheduler launches the collectives of all groups in a fixed order.
 
@@ -147,7 +136,7 @@ class _ParamAndGradBucketGroup:
             )
         self._check_all_reduce(force_all_reduce, "register_grad_ready")
         self.mark_added(param)
-        self._mark_grad_ready(self, param)
+        self.scheduler.mark_grad_ready(self, param)
 
     def start_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Launches the reductions of this group and of all groups that precede it in launch order. Collective.
@@ -156,7 +145,7 @@ class _ParamAndGradBucketGroup:
         ValueError is raised.
         """
         self._check_all_reduce(force_all_reduce, "start_grad_sync")
-        self._start_grad_sync([self])
+        self.scheduler.start_grad_sync([self])
 
     def finish_grad_sync(self, force_all_reduce: bool = False) -> None:
         """Reduces the remaining groups of the scheduler and waits for the reductions of all of its groups. Collective.
@@ -164,7 +153,7 @@ class _ParamAndGradBucketGroup:
         The first call waits; later calls by other groups return immediately. force_all_reduce: see start_grad_sync.
         """
         self._check_all_reduce(force_all_reduce, "finish_grad_sync")
-        self._finish_grad_sync()
+        self.scheduler.finish()
 
     def free_overlap_buffers(self) -> None:
         """Frees the communication buffers kept between iterations; later iterations reallocate them."""
@@ -176,16 +165,16 @@ class _ParamAndGradBucketGroup:
 
         force_sync: also waits for this group's parameters.
         """
-        self._start_param_sync([self])
+        self.scheduler.start_param_sync([self])
         if force_sync:
-            self._need(self, prefetch=False)
+            self.scheduler.need(self, prefetch=False)
 
     def finish_param_sync(self, skip_next_bucket_dispatch: bool = False) -> None:
         """Waits for this group's parameters. Collective.
 
         Also launches the next pending gather unless skip_next_bucket_dispatch is set.
         """
-        self._need(self, prefetch=not skip_next_bucket_dispatch)
+        self.scheduler.need(self, prefetch=not skip_next_bucket_dispatch)
 
     def rename(self, name: str) -> None:
         """Sets the group's name for messages, which must be the same on all ranks. Call before `attach`."""
@@ -368,36 +357,6 @@ class _ParamAndGradBucketGroup:
         if self.on_arrival is not None:
             self.on_arrival()
 
-    # Groups without a scheduler.
-
-    def _mark_ready_alone(self, _: "_ParamAndGradBucketGroup", param: nn.Parameter) -> None:
-        overlaps = self.ddp_config is not None and self.ddp_config.reduces_in_backward
-        if self.is_last_microbatch and self.count_gradient(param) and overlaps:
-            self._reduce_alone([self])
-
-    def _reduce_alone(self, _: Sequence["_ParamAndGradBucketGroup"]) -> None:
-        if self.grad_state is not GradState.COLLECTING:
-            return
-        # A script may have written gradients without calling register_grad_ready; they are scaled like all others.
-        missing = set(self.missing())
-        for slot in self.slots:
-            if slot.name in missing:
-                self.mark_added(slot.param)
-        self.launch_reductions()
-
-    def _finish_alone(self) -> None:
-        self._reduce_alone([self])
-        self.advance()
-        self.complete_reductions()
-
-    def _gather_alone(self, _: Sequence["_ParamAndGradBucketGroup"]) -> None:
-        if self.is_sharded and self.param_state is not ParamState.IN_FLIGHT:
-            self.launch_gathers()
-
-    def _wait_alone(self, _: "_ParamAndGradBucketGroup", *, prefetch: bool) -> None:
-        if self.param_state is ParamState.IN_FLIGHT:
-            self.complete_gathers()
-
     def _check_all_reduce(self, force_all_reduce: bool, call: str) -> None:
         if force_all_reduce and self.is_sharded:
             raise ValueError(
@@ -440,6 +399,50 @@ class _ParamAndGradBucketGroup:
     def can_repeat(self) -> bool:
         """Whether gradients in flight keep their values until the wait; see ReductionPolicy.can_repeat."""
         return self.buckets[0].settings.policy.can_repeat
+
+
+class GroupAlone:
+    """Launches the collectives of one group as soon as they are asked for, in no common order with other groups.
+
+    It serves groups that a script built without DistributedDataParallel.
+    """
+
+    def __init__(self, group: _ParamAndGradBucketGroup) -> None:
+        self._group = group
+
+    def mark_grad_ready(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
+        """Counts a gradient; with overlap, the last expected one launches the reductions."""
+        overlaps = group.ddp_config is not None and group.ddp_config.reduces_in_backward
+        if group.is_last_microbatch and group.count_gradient(param) and overlaps:
+            self.start_grad_sync([group])
+
+    def start_grad_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
+        """Launches the reductions, unless they were launched already. Collective."""
+        group = self._group
+        if group.grad_state is not GradState.COLLECTING:
+            return
+        # A script may have written gradients without calling register_grad_ready; they are scaled like all others.
+        missing = set(group.missing())
+        for slot in group.slots:
+            if slot.name in missing:
+                group.mark_added(slot.param)
+        group.launch_reductions()
+
+    def finish(self) -> None:
+        """Launches the reductions, if necessary, and waits for them. Collective."""
+        self.start_grad_sync([self._group])
+        self._group.advance()
+        self._group.complete_reductions()
+
+    def start_param_sync(self, groups: Sequence[_ParamAndGradBucketGroup]) -> None:
+        """Launches the gathers of sharded parameters, unless they are in flight. Collective."""
+        if self._group.is_sharded and self._group.param_state is not ParamState.IN_FLIGHT:
+            self._group.launch_gathers()
+
+    def need(self, group: _ParamAndGradBucketGroup, *, prefetch: bool) -> None:
+        """Waits for the gathers in flight. prefetch: has no effect."""
+        if group.param_state is ParamState.IN_FLIGHT:
+            group.complete_gathers()
 
 
 # Observers.

@@ -150,15 +150,7 @@ class CollectiveScheduler:
         for number, group in ((number, own[name]) for number, name in zip(numbers, names) if name in own):
             # Groups that differ between ranks are not recorded, see CollectiveTrace.
             is_everywhere = group.name in same_everywhere
-            group.attach(
-                number,
-                trace=self.trace if is_everywhere else None,
-                mark_grad_ready=self.mark_grad_ready,
-                start_grad_sync=self.start_grad_sync,
-                finish_grad_sync=self.finish,
-                start_param_sync=self.start_param_sync,
-                need=self.need,
-            )
+            group.attach(self, number, trace=self.trace if is_everywhere else None)
             self._by_number[number] = group
             if is_everywhere:
                 self.trace.name_bucket(group.name, [slot.name for slot in group.slots])
