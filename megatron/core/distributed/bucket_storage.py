@@ -341,6 +341,7 @@ class PersistentGrads(GradStorage):
         super().__init__(bucket, checks=checks)
         self._scale = bucket.settings.scale
         self._slot_of = {slot.param: slot for slot in bucket.slots}
+        self._owned = bucket.grad_data[bucket.owned_part.start : bucket.owned_part.end]
         self._wider = [slot for slot in bucket.slots if slot.main_grad is not slot.comm_view]
         # Slots of parameters to whose main_grad unscaled gradients were added.
         self._unscaled: set[ParamSlot] = set()
@@ -468,8 +469,7 @@ class PersistentGrads(GradStorage):
 
     def owned_grad(self) -> torch.Tensor:
         """Returns a view of this rank's part of grad_data: [owned elements], the gradients' dtype."""
-        own = self._bucket.owned_part
-        return self._bucket.grad_data[own.start : own.end]
+        return self._owned
 
     def works(self) -> list[dist.Work]:
         return [work for one in self._rounds[:1] for work in one.handle.works()]

@@ -1,9 +1,8 @@
 """Comparisons of settings, weights and gradients between ranks, and the local checks on which they are based.
 
-Sections, in order: settings and parameters before a module is wrapped; changes to the module after wrapping; a weight
-tied between two stages; weights of replicas at the start of training; weights of replicas during training; gradients
-before they are reduced. Each comparison raises the same error on every participating rank. A group of None means this
-rank alone.
+Sections, in order: settings and parameters before a module is wrapped; a weight tied between two stages; weights of
+replicas at the start of training; weights of replicas during training; gradients before they are reduced. Each
+comparison raises the same error on every participating rank. A group of None means this rank alone.
 
 Differences are reported, not repaired, except that a tied weight's copy receives its owner's values. iteration.py
 compares the launches of collectives, in the agreement at the end of a step.
@@ -11,9 +10,9 @@ compares the launches of collectives, in the agreement at the end of a step.
 
 import logging
 import zlib
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import reduce
 from typing import Any, NoReturn
 
 import torch
@@ -199,75 +198,6 @@ def _crc(lines: dict[str, str]) -> int:
 def _ranks_of(group: dist.ProcessGroup | None, rank: int) -> tuple[int, ...]:
     # A group of one rank may be given as None, ALONE or a group of the process grid.
     return (rank,) if group_size(group) == 1 else tuple(dist.get_process_group_ranks(group))
-
-
-# After a module is wrapped.
-
-
-def module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -> Callable[[], str | None]:
-    """Returns a function that detects changes to `module` that would exclude a parameter from reduction or update.
-
-    The function describes the first such change, or returns None if there is none. wrapped: the parameters in buffers.
-    WrappedShards.find_problem (torch_fsdp2_state.py) is its counterpart for modules sharded by fully_shard.
-    """
-    in_buffers = frozenset(wrapped)
-    at_start = dict(module.named_parameters())
-    addresses = {param: param.data_ptr() for param in wrapped}
-    modules, params = list(module.modules()), list(at_start.values())
-
-    def held() -> tuple[list[int], list[bool], list[int]]:
-        # Runs once a step on each rank, so names are looked up only if something has changed.
-        members = [id(one) for its in modules for one in (*its._parameters.values(), *its._modules.values())]
-        return members, [param.requires_grad for param in params], [param.data_ptr() for param in wrapped]
-
-    held_at_start = held()
-
-    def find_module_change() -> str | None:
-        if held() == held_at_start:
-            return None
-        now = dict(module.named_parameters())
-        for name, param in now.items():
-            if param.requires_grad == (param in in_buffers):
-                continue
-            before = at_start.get(name)
-            if before is param:
-                what = "unfrozen" if param.requires_grad else "frozen"
-            else:
-                what = "added" if before is None else "replaced"
-            return _changed(name, what)
-        if len(now) < len(at_start):
-            return _changed(next(name for name in at_start if name not in now), "removed")
-        lost = next(
-            (name for name, param in at_start.items() if param in in_buffers and now.get(name) is not param), None
-        )
-        if lost is not None:
-            return _changed(lost, "replaced")
-        for name, param in now.items():
-            if param.data_ptr() != addresses.get(param, param.data_ptr()):
-                # The parameter is no longer a view of its buffer: forward would read memory that is never updated.
-                return _changed(name, "moved, converted or assigned other data")
-        return None
-
-    return find_module_change
-
-
-def changed_after_wrapping(name: str, what: str, *, wrapper: str, allowed: str) -> str:
-    """Returns the error message for a parameter that was changed while a wrapper managed it.
-
-    what: the change, such as `replaced`. wrapper: the wrapper's class name. allowed: a phrase stating when such changes
-    are allowed.
-    """
-    return (
-        f"parameter {canonical_name(name)} was {what} after the module was wrapped in {wrapper}: make such changes "
-        f"{allowed}, and build the optimizer afterwards"
-    )
-
-
-_changed = partial(
-    changed_after_wrapping,
-    wrapper="DistributedDataParallel",
-    allowed="before wrapping, or between steps after release()",
-)
 
 
 # A tied weight, which both the first and the last stage store. The model marks it, and finalize_model_grads.py sums its

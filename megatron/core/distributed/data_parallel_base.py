@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.core.dense_memory import check_apart
 from megatron.core.device import default_device
+from megatron.core.dist_checkpointing import canonical_name
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_hooks import (
     BucketHook,
@@ -208,6 +209,18 @@ def check_params(module: nn.Module) -> None:
                 f"parameter {name} is in another DistributedDataParallel: call release() on that wrapper before "
                 "wrapping the module again; two chunks cannot share a parameter"
             )
+
+
+def changed_after_wrapping(name: str, what: str, *, wrapper: str, allowed: str) -> str:
+    """Returns the error message for a parameter that was changed while a wrapper managed it.
+
+    what: the change, such as `replaced`. wrapper: the wrapper's class name. allowed: a phrase stating when such changes
+    are allowed.
+    """
+    return (
+        f"parameter {canonical_name(name)} was {what} after the module was wrapped in {wrapper}: make such changes "
+        f"{allowed}, and build the optimizer afterwards"
+    )
 
 
 def gradient_scale(

@@ -6,20 +6,17 @@ in the CUDA graph of a step.
 """
 
 import logging
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from megatron.core.device import SideStream, default_device, release_cached_memory
 from megatron.core.device import synchronize as wait_for_device
-from megatron.core.device.torch_internals import current_backward_id
 from megatron.core.distributed.bucket_group import ParamState, _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_storage import (
     BucketLifetimeGrads,
@@ -37,11 +34,11 @@ from megatron.core.distributed.consistency import (
     Measured,
     check_wraps_agree,
     follow_owner,
-    module_change_finder,
     settings_of_all_ranks,
 )
 from megatron.core.distributed.data_parallel_base import (
     _BaseDataParallel,
+    changed_after_wrapping,
     check_params,
     check_wrapper_types,
     expert_ranks_differ,
@@ -52,9 +49,10 @@ from megatron.core.distributed.ddp_debug import DdpDebug
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.forward_waits import ForwardWaits, forward_hook
 from megatron.core.distributed.grad_hooks import GradHookRunner, is_completed_later
+from megatron.core.distributed.grad_intake import GradIntake, StreamingIntake
 from megatron.core.distributed.iteration import CollectiveTrace, stage_group_of
 from megatron.core.distributed.launch_sequence import ReduceScope
-from megatron.core.distributed.layout import BufferLayout, ParamSlot, resolve_bucket_size
+from megatron.core.distributed.layout import BufferLayout, resolve_bucket_size
 from megatron.core.distributed.param_and_grad_buffer import (
     BufferKind,
     BufferType,
@@ -63,17 +61,13 @@ from megatron.core.distributed.param_and_grad_buffer import (
     partition_buckets,
     require_same_layout,
 )
-from megatron.core.distributed.param_hooks import OutermostBackward, ParamHooks
 from megatron.core.distributed.scheduler import ChunkSync, CollectiveScheduler, all_current
 from megatron.core.graphs.capture import GraphParticipant
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import (
-    clear_main_grad,
-    mark_gradients_pass,
     param_facts,
 )
-from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +168,7 @@ class DistributedDataParallel(_BaseDataParallel):
         self.expert_parallel_bucket_groups = build(self.expert_parallel_buffers, name=f"{chunk} experts")
         self._groups = [*self.bucket_groups, *self.expert_parallel_bucket_groups]
         self.param_to_bucket_group = {slot.param: group for group in self._groups for slot in group.slots}
-        find_change = module_change_finder(module, self.param_to_bucket_group)
+        find_change = _module_change_finder(module, self.param_to_bucket_group)
         is_later = partial(is_completed_later, config=config, groups=self.pg_collection)
         self._hook_runner = GradHookRunner(self._groups, is_later=is_later)
         self.launch_order.attach(
@@ -207,7 +201,7 @@ class DistributedDataParallel(_BaseDataParallel):
                 "restore_grad_buffers, or reload_from_cpu of each buffer, first"
             )
         outputs = super().forward(*inputs, **kwargs)
-        if isinstance(self._intake, _StreamingIntake):
+        if isinstance(self._intake, StreamingIntake):
             self._intake.watch_backward_of(outputs)
         return outputs
 
@@ -505,20 +499,20 @@ class DistributedDataParallel(_BaseDataParallel):
                 "last microbatch or after finish_grad_sync"
             )
 
-    def _build_intake(self) -> "_GradIntake | _StreamingIntake":
+    def _build_intake(self) -> "GradIntake | StreamingIntake":
         group_of, order = self.param_to_bucket_group, self.launch_order
         if self.ddp_config.has_bucket_lifetime_grads:
             releases = self.ddp_config.release_gradients
-            return _StreamingIntake(group_of, order, hook_runner=self._hook_runner, releases=releases)
+            return StreamingIntake(group_of, order, hook_runner=self._hook_runner, releases=releases)
         # In-place accumulation rounds differently from adding a late gradient, so timing would change results.
         is_fused = self.config.gradient_accumulation_fusion and not self.config.deterministic_mode
-        return _GradIntake(self._groups, order, is_fused=is_fused)
+        return GradIntake(self._groups, order, is_fused=is_fused)
 
     def _group_of_replicas(self, *, is_expert: bool) -> dist.ProcessGroup | None:
         return self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
 
     def _zero_grads(self) -> None:
-        if isinstance(self._intake, _StreamingIntake):
+        if isinstance(self._intake, StreamingIntake):
             self._intake.forget()
         for buffer in self.all_buffers:
             buffer.reset()
@@ -539,163 +533,6 @@ class DistributedDataParallel(_BaseDataParallel):
 def _broadcast(flat: torch.Tensor, group: dist.ProcessGroup | None) -> None:
     if group_size(group) > 1:
         dist.broadcast(flat, group=group, group_src=0)
-
-
-# Gradients from autograd to the scheduler.
-
-
-@dataclass(slots=True)
-class _Source:
-    """A parameter whose gradients are taken in, and their destination.
-
-    is_added: whether a kernel has added a gradient to main_grad since the last call of the parameter's hook.
-    """
-
-    group: _ParamAndGradBucketGroup
-    grads: PersistentGrads
-    slot: ParamSlot
-    is_added: bool = False
-
-
-class _GradIntake:
-    """Accumulates every gradient that autograd has accumulated, or is about to compute.
-
-    In a backward whose gradients are reduced, the scheduler accumulates and counts them. Other backwards, such as those
-    of all microbatches but the last, only accumulate, which is decided once for each backward
-    (CollectiveScheduler.only_accumulates) and requires no other call per gradient.
-
-    For persistent gradients; active until `release`. groups: the chunk's bucket groups. is_fused: whether kernels may
-    add weight gradients directly to `param.main_grad`.
-    """
-
-    def __init__(
-        self, groups: Sequence[_ParamAndGradBucketGroup], order: CollectiveScheduler, *, is_fused: bool
-    ) -> None:
-        self._groups, self._order = groups, order
-        # The graph task of the backward that produced the last gradient, and whether that backward only accumulates.
-        self._task, self._only_accumulates = -1, False
-        self._params = [slot.param for group in groups for slot in group.slots]
-        self._handles: list[RemovableHandle] = []
-        for group in groups:
-            for bucket in group.buckets:
-                assert isinstance(bucket.grads, PersistentGrads), "other gradients have a _StreamingIntake"
-                for slot in bucket.slots:
-                    source = _Source(group, bucket.grads, slot)
-                    owner = GradOwner(slot.main_grad, partial(self._add, source)) if is_fused else None
-                    set_grad_owner(slot.param, owner)
-                    # The hook keeps this object alive, because the parameter and its gradient may outlive the wrapper.
-                    # Hooks on the tensor, unlike hooks on its autograd node, survive a move of the parameter.
-                    hook = partial(self._on_grad, source)
-                    self._handles.append(slot.param.register_post_accumulate_grad_hook(hook))
-
-    def release(self) -> None:
-        """Removes the hooks, so that gradients remain in `param.grad`."""
-        for handle in self._handles:
-            handle.remove()
-        _forget_owners(self._params)
-
-    def _on_grad(self, source: _Source, param: torch.Tensor) -> None:
-        is_added, source.is_added = source.is_added, False
-        if current_backward_id() != self._task:
-            self._begin_backward()
-        if not self._only_accumulates:
-            self._order.accumulate(source.group, source.slot.param)
-        elif param.grad is not None or not is_added:
-            source.grads.accumulate_at(source.slot)
-
-    def _add(self, source: _Source, new: WeightGrad) -> None:
-        source.is_added = True
-        if current_backward_id() != self._task:
-            self._begin_backward()
-        if self._only_accumulates:
-            source.grads.add_at(source.slot, new)
-        else:
-            self._order.add_gradient(source.group, source.slot.param, new=new)
-
-    def _begin_backward(self) -> None:
-        # Also called when a backward continues after activation recomputation has run another backward inside it.
-        self._task = current_backward_id()
-        self._only_accumulates = self._order.only_accumulates(self._groups)
-
-
-class _StreamingIntake:
-    """Passes every bucket-lifetime gradient, and the end of each backward pass, to the scheduler.
-
-    releases: whether hooks and an optimizer receive buckets during backward.
-    """
-
-    def __init__(
-        self,
-        group_of: Mapping[nn.Parameter, _ParamAndGradBucketGroup],
-        order: CollectiveScheduler,
-        *,
-        hook_runner: GradHookRunner,
-        releases: bool,
-    ) -> None:
-        self._group_of, self._order, self._hook_runner = group_of, order, hook_runner
-        self._groups = list(dict.fromkeys(group_of.values()))
-        self._releases = releases
-        self._end, self._outermost = order.backward_end(self._end_backward_pass), OutermostBackward()
-        for param in group_of:
-            set_grad_owner(param, None)
-            mark_gradients_pass(param)
-        # The parameters keep this object alive, because they and their gradients may outlive the wrapper.
-        self._hooks = ParamHooks(self._on_grad, kept=self)
-        self._hooks.watch(group_of)
-
-    def watch_backward_of(self, outputs: Any) -> None:
-        """Registers hooks on the outputs of a forward, to tell their backward from backwards inside recomputation.
-
-        outputs: tensors of any shape and dtype, in any structure.
-        """
-        if self._releases and not self._hook_runner.knows_counts:
-            self._outermost.watch(outputs)
-
-    def forget(self) -> None:
-        """Drops the state of the backward pass in progress."""
-        self._end.forget()
-
-    def release(self) -> None:
-        """Removes the hooks, so that gradients remain in `param.grad`."""
-        self._hooks.release()
-        _forget_owners(self._group_of)
-
-    def _on_grad(self, param: nn.Parameter) -> None:
-        group = self._group_of[param]
-        if group.is_closed:
-            # The next iteration then counts each parameter's gradients again, and releases nothing in backward.
-            self._hook_runner.knows_counts = False
-            raise RuntimeError(
-                f"backward produced a gradient of {group.name_of(param)} after its bucket had been released to hooks "
-                "and the optimizer (DistributedDataParallelConfig.release_gradients): wrap all backward passes of a "
-                "step but the last in accumulate(). If a single backward pass produces several gradients of this "
-                "parameter, call reset_iteration() and load a checkpoint, because parameters may have been updated "
-                "already; the next iteration waits for all of them"
-            )
-        if group.is_last_microbatch:
-            self._end.note()
-            if self._releases and group.is_last_backward:
-                self._hold_if_inside()
-        self._order.accumulate(group, param)
-        # The bucket stores a copy.
-        param.grad = None
-
-    def _hold_if_inside(self) -> None:
-        # See [Note: several gradients].
-        if not self._hook_runner.knows_counts and not self._outermost.is_here():
-            for group in self._groups:
-                group.hold()
-
-    @torch.no_grad()
-    def _end_backward_pass(self) -> None:
-        self._order.end_backward_pass(self._groups)
-        self._hook_runner.end_backward()
-
-
-def _forget_owners(params: Iterable[nn.Parameter]) -> None:
-    for param in params:
-        clear_main_grad(param)
-        set_grad_owner(param, None)
 
 
 # From groups to a scheduler.
@@ -959,3 +796,60 @@ def _warn_of_settings(
     is_narrow = any(buffer.grad_data.dtype.itemsize < 4 for buffer in buffers)
     for words in config.without_effect(has_16_bit_grads=is_narrow):
         logger.warning("DistributedDataParallelConfig: %s has no effect", words)
+
+
+# Changes to the module after wrapping.
+
+
+def _module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) -> Callable[[], str | None]:
+    """Returns a function that detects changes to `module` that would exclude a parameter from reduction or update.
+
+    The function describes the first such change, or returns None if there is none. wrapped: the parameters in buffers.
+    WrappedShards.find_problem (torch_fsdp2_state.py) is its counterpart for modules sharded by fully_shard.
+    """
+    in_buffers = frozenset(wrapped)
+    at_start = dict(module.named_parameters())
+    addresses = {param: param.data_ptr() for param in wrapped}
+    modules, params = list(module.modules()), list(at_start.values())
+
+    def held() -> tuple[list[int], list[bool], list[int]]:
+        # Runs once a step on each rank, so names are looked up only if something has changed.
+        members = [id(one) for its in modules for one in (*its._parameters.values(), *its._modules.values())]
+        return members, [param.requires_grad for param in params], [param.data_ptr() for param in wrapped]
+
+    held_at_start = held()
+
+    def find_module_change() -> str | None:
+        if held() == held_at_start:
+            return None
+        now = dict(module.named_parameters())
+        for name, param in now.items():
+            if param.requires_grad == (param in in_buffers):
+                continue
+            before = at_start.get(name)
+            if before is param:
+                what = "unfrozen" if param.requires_grad else "frozen"
+            else:
+                what = "added" if before is None else "replaced"
+            return _changed(name, what)
+        if len(now) < len(at_start):
+            return _changed(next(name for name in at_start if name not in now), "removed")
+        lost = next(
+            (name for name, param in at_start.items() if param in in_buffers and now.get(name) is not param), None
+        )
+        if lost is not None:
+            return _changed(lost, "replaced")
+        for name, param in now.items():
+            if param.data_ptr() != addresses.get(param, param.data_ptr()):
+                # The parameter is no longer a view of its buffer: forward would read memory that is never updated.
+                return _changed(name, "moved, converted or assigned other data")
+        return None
+
+    return find_module_change
+
+
+_changed = partial(
+    changed_after_wrapping,
+    wrapper="DistributedDataParallel",
+    allowed="before wrapping, or between steps after release()",
+)

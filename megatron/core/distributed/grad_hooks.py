@@ -1,6 +1,6 @@
 """Users' hooks on reduced gradients, and the release of reduced buckets to these hooks and to an optimizer in backward.
 
-Hooks of this package on unreduced gradients, as accumulated by autograd, are in param_hooks.py. scheduler.py decides
+Hooks of this package on unreduced gradients, as accumulated by autograd, are in grad_intake.py. scheduler.py decides
 when a bucket is reduced. Releasing a bucket means passing it to the hooks and then to the `consumer`, an optimizer in
 backward (GradConsumer). With release_gradients its memory is freed afterwards.
 
@@ -515,12 +515,12 @@ class GradHookRunner:
         self.check_whole()
         self._is_broken = True
         for place in self._places[group]:
-            # reduced_grad is called even without hooks, because it passes ownership to this function, so that unused
-            # gradients are freed.
-            ready = ReadyBucket(place.name, place.slices, place.shard, place.bucket.reduced_grad())
+            # Called even without hooks, because it passes ownership to this function, so that unused gradients are
+            # freed.
+            grad = place.bucket.reduced_grad()
             if self.consumer is None and self.hooks.is_empty:
                 continue
-            ready.find_states = partial(self._states_of, place)
+            ready = ReadyBucket(place.name, place.slices, place.shard, grad, partial(self._states_of, place))
             self._place_of[ready] = place
             before = place.version
             for one in place.slices:

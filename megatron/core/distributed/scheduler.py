@@ -12,17 +12,10 @@ numbers the groups of all ranks.
 
 For gradients that are reduced in each backward, see [Note: backward passes] in launch_sequence.py.
 
-[Note: several schedulers] Two wrappers, or two optimizers, may use the same process groups, each with its own
-scheduler. Gradients of both may become ready in one backward, in a different order on each rank. Therefore two
-schedulers whose iterations overlap in time both defer their launches. Reductions are then launched at the end of a
-backward or in `finish`, and gathers together with the optimizer's update, not in forward. At the end of a backward,
-schedulers launch in the order in which they were built, so each rank's backward must reach both. When an iteration
-begins, the deferred gathers of the other schedulers are launched. Schedulers whose iterations do not overlap, or that
-use different process groups, launch early as usual.
+The base class Turns keeps several schedulers over the same process groups in one order.
 """
 
 import logging
-import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
@@ -32,7 +25,6 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.device.torch_internals import call_after_backward, current_backward_id, is_in_backward
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.bucket_group import BucketObserver, ParamState, Traffic, _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_storage import GradState
@@ -40,9 +32,8 @@ from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.grad_hooks import GradHookRunner
 from megatron.core.distributed.iteration import RESET, CollectiveTrace, Iteration, IterationOutcome, MethodNames
 from megatron.core.distributed.launch_sequence import LaunchSequence, ReduceScope, _BackwardPasses
-from megatron.core.distributed.param_hooks import BackwardEnd
+from megatron.core.distributed.turns import Turns
 from megatron.core.group_collectives import gather_objects
-from megatron.core.parallel_state import add_sender, remove_sender, senders_beside
 from megatron.core.process_groups_config import group_rank
 from megatron.core.tensor_parallel.weight_grads import WeightGrad
 
@@ -69,7 +60,7 @@ class ChunkSync:
     hook_runner: GradHookRunner | None = None
 
 
-class CollectiveScheduler:
+class CollectiveScheduler(Turns):
     """Launches the collectives of all chunks of a stage; see [Note: launch order].
 
     stage_group: the ranks that launch collectives in one order, that is, all ranks that share a dense or an expert
@@ -78,7 +69,7 @@ class CollectiveScheduler:
     overlap_grad_reduce: reduces during backward instead of at its end. reduce_scope: the groups that each backward pass
     reduces, see [Note: backward passes]. max_in_flight: maximum number of their reductions that occupy memory at a
     time. trace: records all launches. words: names of the owner's methods, for error messages. sends_over: the process
-    groups of all buckets, see [Note: several schedulers].
+    groups of all buckets, see [Note: several schedulers] in turns.py.
     """
 
     def __init__(
@@ -95,13 +86,13 @@ class CollectiveScheduler:
         words: MethodNames | None = None,
         sends_over: Iterable[dist.ProcessGroup | None] = (),
     ) -> None:
+        super().__init__(overlaps=overlap_grad_reduce, sends_over=sends_over)
         self.observers = _Observers()
         self.stage_group = stage_group
         self.iteration = Iteration(
             stage_group, pp_group=pp_group, stage_host=stage_host, pp_host=pp_host, trace=trace, words=words
         )
         self.trace = self.iteration.trace
-        self._overlap = overlap_grad_reduce
         self._passes = _BackwardPasses(reduce_scope, max_in_flight=max_in_flight)
         # Armed: launches early from the first iteration on, although the first order is a guess. If each backward pass
         # reduces, a gradient that is late because of a wrong guess is reduced by the next pass, or in `finish`.
@@ -117,20 +108,8 @@ class CollectiveScheduler:
         # Launched groups whose second stage may still be started early.
         self._launched: deque[_ParamAndGradBucketGroup] = deque()
         self._warned: set[str] = set()
-        # Weak references, because a BackwardEnd refers to an optimizer, which must be freed when it is no longer used.
-        self._ends: list[weakref.ref[BackwardEnd]] = []
-        # See [Note: several schedulers]. is_open: between the beginning of an iteration and `finish`.
-        self.is_open = self._defers = False
-        self._has_warned = False
-        # After an error: the number of backward passes that the other ranks have completed, and the callback that
-        # launches the collectives which this rank's optimizer has not launched in them.
-        self.num_backwards = 1
-        self.make_up: Callable[[int], None] | None = None
-        # Autograd's graph task of the backward in which the last gradient became ready, and whether that task has
-        # ended.
-        self._last_task: int | None = None
-        self._has_ended = False
-        add_sender(self, sends_over)
+        # Set by an optimizer: launches the collectives of backward passes that only other ranks have run.
+        self.make_up_passes: Callable[[int], None] | None = None
 
     def attach(self, chunk: ChunkSync) -> None:
         """Registers a model chunk and its bucket groups. Collective.
@@ -176,88 +155,6 @@ class CollectiveScheduler:
         """Fixes the launch order, because captured graphs contain it."""
         self._sequence.is_frozen = True
 
-    def first_name(self) -> str:
-        """Returns the name of the first parameter, for use in messages."""
-        return next((slot.name for group in self._groups for slot in group.slots), "no parameter")
-
-    # Several schedulers over the same process groups, see [Note: several schedulers].
-
-    def open(self) -> None:
-        """Marks the iteration as in progress; all ranks of the groups call it at the same point of the program."""
-        if self.is_open:
-            return
-        self.is_open = True
-        for order in senders_beside(self):
-            order.launch_due_gathers()
-        others = [order for order in senders_beside(self) if order.is_open]
-        # A list, so that all of them defer: any() over a generator would stop at the first.
-        answers = [order.make_way(self) for order in others]
-        self._defers = any(answers)
-
-    def backward_end(self, then: Callable[[], None]) -> BackwardEnd:
-        """Returns a BackwardEnd that calls `then` after a backward, after the callbacks of schedulers built earlier."""
-        end = BackwardEnd(then, before=self._end_earlier)
-        self._ends.append(weakref.ref(end))
-        return end
-
-    def close_ends(self) -> None:
-        """Runs the pending callbacks of a backward that has ended, if this scheduler defers launches."""
-        for end in filter(None, [end() for end in self._ends]) if self._defers else ():
-            end.close()
-
-    def make_way(self, other: "CollectiveScheduler") -> bool:
-        """Defers launches, because `other` begins an iteration over the same process groups.
-
-        If ranks may already have launched some groups, the remaining groups are launched first. Returns False if an
-        error has aborted this iteration, True otherwise. Raises RuntimeError if one backward produces gradients of both
-        schedulers after launches of this one have begun.
-        """
-        if self._defers:
-            return True
-        if self._overlap and self._sequence.may_have_begun:
-            # If each backward reduces, the current backward has not ended.
-            if is_in_backward() and (self._passes.scope is not ReduceScope.ITERATION or not self._has_ended):
-                raise RuntimeError(
-                    f"gradients of {self.first_name()} and of {other.first_name()} are produced in one backward, but "
-                    "belong to two wrappers or optimizers over the same process groups, whose collectives could be "
-                    f"mismatched. Call {self.iteration.words.zero} of the first and {other.iteration.words.zero} "
-                    "of the second before the backward, or give them separate process groups"
-                )
-            if not self._has_ended:
-                # An error has aborted this scheduler's backward. The scheduler will be reset, or is no longer used.
-                return False
-            # Ranks may have launched different prefixes, so the rest is launched before the other scheduler launches.
-            # Gradients that become ready after this are late.
-            self._launch(self._sequence.rest())
-        self._defers = True
-        if self._overlap and not self._has_warned and group_rank(self.stage_group) == 0:
-            self._has_warned = True
-            logger.warning(
-                "two wrappers or optimizers, of %s and of %s, run iterations at the same time over the same process "
-                "groups: neither overlaps communication with forward and backward; give each of them separate process "
-                "groups, or pass one launch_order to all chunks",
-                self.first_name(),
-                other.first_name(),
-            )
-        return True
-
-    def catch_up_earlier(self) -> None:
-        """Launches, after an error on this rank, the deferred collectives of schedulers built earlier.
-
-        Other ranks launch these collectives at the end of each backward, before they learn of the error.
-        """
-        for order in senders_beside(self, earlier=True) if self._defers else ():
-            order.catch_up(self.num_backwards)
-
-    def catch_up(self, num_backwards: int) -> None:
-        """Launches the collectives of `num_backwards` backward passes that only other ranks have run."""
-        if not (self.is_open and self._defers):
-            return
-        if self.make_up is not None:
-            self.make_up(num_backwards)
-        elif self._has_chunk_passes:
-            self._launch_rest()
-
     # Gradients.
 
     def begin_iteration(self, caller: Hashable) -> None:
@@ -266,7 +163,7 @@ class CollectiveScheduler:
         caller: identifies the caller; each caller calls once per iteration. Collective if an iteration with overlap was
         in progress, because some ranks may have reduced part of it even if this rank has no gradient yet.
         """
-        was_begun = self._passes.may_launch_early(overlap=self._overlap) and caller in self._begun_by
+        was_begun = self._passes.may_launch_early(overlap=self._overlaps) and caller in self._begun_by
         if self.iteration.is_collecting and (was_begun or self._sequence.may_have_begun):
             self._abort(RESET)
         begun_by = self._begun_by if self.iteration.is_collecting else set()
@@ -283,7 +180,7 @@ class CollectiveScheduler:
         """
         if self.observers.members or not self.iteration.is_collecting or self._sequence.may_have_begun:
             return False
-        is_counting = self._overlap or self._has_chunk_passes
+        is_counting = self._overlaps or self._has_chunk_passes
         for group in groups:
             if (is_counting and group.is_last_microbatch) or group.param_state in _UNREAD:
                 return False
@@ -308,18 +205,14 @@ class CollectiveScheduler:
     def mark_grad_ready(self, group: _ParamAndGradBucketGroup, param: nn.Parameter) -> None:
         """Counts a gradient that was accumulated, and launches the reductions that are now possible."""
         self._check_collecting(group, param)
-        if not group.is_last_microbatch or not (self._overlap or self._has_chunk_passes):
+        if not group.is_last_microbatch or not (self._overlaps or self._has_chunk_passes):
             return
         self._sequence.count_gradient(group.number, part=self._passes.groups_with(group.number))
-        if not self._overlap:
+        if not self._overlaps:
             return
-        task = current_backward_id()
-        if task != self._last_task:
-            self._last_task, self._has_ended = task, False
-            if task != -1:
-                call_after_backward(self._note_end)
+        self._note_gradient()
         is_complete = group.count_gradient(param) and group.grad_state is GradState.COLLECTING
-        if self._defers:
+        if self.is_deferred:
             return
         if is_complete:
             self._launch(self._sequence.mark_ready(group.number))
@@ -374,7 +267,7 @@ class CollectiveScheduler:
             self._launch_last()
         non_finite = [name for chunk in self._chunks if chunk.checks for name in chunk.checks.non_finite_sync()]
         seen = self._seen()
-        decides = self._overlap and group_rank(self.stage_group) == 0
+        decides = self._overlaps and group_rank(self.stage_group) == 0
         local = IterationOutcome(
             is_aborted=problem is not None,
             is_non_finite=bool(non_finite),
@@ -432,10 +325,6 @@ class CollectiveScheduler:
         self.iteration.end_finished_sync(is_reset=False)
         self.iteration.close()
         self.leave()
-
-    def leave(self) -> None:
-        """Unregisters the scheduler, see [Note: several schedulers]; it must not launch anything afterwards."""
-        remove_sender(self)
 
     # Parameters, gathered in `gather_order`.
 
@@ -500,15 +389,10 @@ class CollectiveScheduler:
         if following is not None:
             self._launch_gather(following)
 
-    def launch_due_gathers(self) -> None:
-        """Launches the gathers of all stale parameters, so that forward launches none. Collective."""
-        self._launch_gathers()
-
     def note_update(self) -> None:
         """Records that an optimizer has updated the parameters. The next agreement detects ranks that did not."""
         self.trace.note("an update of the parameters by the optimizer")
-        if self._defers or any(order.is_open for order in senders_beside(self)):
-            # During forward, each rank might need a different scheduler's gather first.
+        if self._must_gather_now:
             self.launch_due_gathers()
 
     # CUDA graphs. All ranks begin and end a capture at the same point of the program.
@@ -560,14 +444,32 @@ class CollectiveScheduler:
             group.param_state = ParamState.CURRENT
         self.iteration.mark_replayed()
 
+    # Among other schedulers, see turns.py.
+
+    def launch_due_gathers(self) -> None:
+        self._launch_gathers()
+
+    def _launch_remaining(self) -> None:
+        self._launch(self._sequence.rest())
+
+    def _make_up(self, num_backwards: int) -> None:
+        if self.make_up_passes is not None:
+            self.make_up_passes(num_backwards)
+        elif self._has_chunk_passes:
+            self._launch_rest()
+
+    def _first_name(self) -> str:
+        return next((slot.name for group in self._groups for slot in group.slots), "no parameter")
+
+    @property
+    def _may_have_launched(self) -> bool:
+        return self._sequence.may_have_begun
+
+    @property
+    def _reduces_each_backward(self) -> bool:
+        return self._passes.scope is not ReduceScope.ITERATION
+
     # Internals.
-
-    def _note_end(self) -> None:
-        self._has_ended = True
-
-    def _end_earlier(self) -> None:
-        for order in senders_beside(self, earlier=True):
-            order.close_ends()
 
     @property
     def _has_chunk_passes(self) -> bool:
@@ -598,7 +500,7 @@ class CollectiveScheduler:
         problem = (
             "optimizer.step() was called before finish_grad_sync(): call finish_grad_sync() first to reduce gradients"
         )
-        if self._has_chunk_passes or (self._overlap and self._sequence.is_armed):
+        if self._has_chunk_passes or (self._overlaps and self._sequence.is_armed):
             # Ranks may have launched different prefixes.
             self._abort(problem)
             raise RuntimeError(problem)
@@ -733,7 +635,7 @@ class CollectiveScheduler:
             logger.warning("no gradient was produced for %s: zeros are reduced instead", ", ".join(unused))
 
     def _learn(self, seen: list[int], *, is_reordered: bool) -> None:
-        if not self._overlap:
+        if not self._overlaps:
             return
         self._sequence.learn(seen)
         for group in self._groups:
@@ -754,10 +656,7 @@ class CollectiveScheduler:
             self._launch_last()
         else:
             self._launch_rest()
-        earlier = senders_beside(self, earlier=True)
-        for order in senders_beside(self) if self._defers else ():
-            if order not in earlier:
-                order.catch_up(self.num_backwards)
+        self._catch_up_later()
         late = [False] * len(self._sequence.order)
         self._agree_sync(IterationOutcome(is_aborted=True, is_non_finite=False, is_reordered=False, late=late))
         self._abandon()

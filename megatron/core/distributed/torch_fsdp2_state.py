@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from megatron import torch_range
 from megatron.core.device import default_device
 from megatron.core.device.torch_internals import is_in_backward, storage_id
-from megatron.core.distributed.consistency import changed_after_wrapping
+from megatron.core.distributed.data_parallel_base import changed_after_wrapping
 
 __all__ = [
     "GatheredParams",
@@ -492,7 +492,7 @@ class WrappedShards:
     def find_problem(self) -> str | None:
         """Describes the first change that would exclude a parameter from reduction or update; None if there is none.
 
-        module_change_finder (consistency.py) is its counterpart for modules in DistributedDataParallel.
+        _module_change_finder (distributed_data_parallel.py) is its counterpart for modules in DistributedDataParallel.
         """
         now = dict(self._module.named_parameters(remove_duplicate=False))
         for name, param in now.items():

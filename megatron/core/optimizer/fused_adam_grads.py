@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.core.device.torch_internals import DisableTorchFunctionSubclass, is_in_backward
-from megatron.core.distributed.param_hooks import ParamHooks, is_watched
+from megatron.core.distributed.grad_intake import BackwardEnd, ParamHooks, is_watched
 from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.optimizer.adam import GradScale
 from megatron.core.optimizer.clip_grads import clip_coefficient_on_device, total_norm
@@ -101,10 +101,10 @@ class GradAccumulator:
     ) -> None:
         self._params, self._order, self._scaling, self._overlap = params, order, scaling, overlap
         self._mode = GradMode.SYNC
-        self._pass = order.backward_end(self._end_backward_pass)
+        self._pass = BackwardEnd(self._end_backward_pass, order)
         make_up = weakref.WeakMethod(self._make_up)
         # A weak reference, because the globally registered scheduler must not keep an optimizer alive.
-        order.make_up = lambda num_backwards: (make_up() or _no_passes)(num_backwards)
+        order.make_up_passes = lambda num_backwards: (make_up() or _no_passes)(num_backwards)
         # ParamHooks refers to this object weakly, so that parameters do not keep an unused optimizer alive.
         self._hooks = ParamHooks(self.mark_grad_ready)
         self._sums = _Sums.GROWING

@@ -5,7 +5,7 @@ import gc
 import torch
 from torch import nn
 
-from megatron.core.distributed.param_hooks import ParamHooks, is_watched
+from megatron.core.distributed.grad_intake import ParamHooks, is_watched
 
 
 class Owner:
