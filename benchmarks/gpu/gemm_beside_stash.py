@@ -38,7 +38,7 @@ from megatron.core.device import (  # noqa: E402
     seconds_between,
     synchronize,
 )
-from megatron.core.transformer.moe.paged_stash.group_memory import SideStream  # noqa: E402
+from megatron.core.device.streams import SideStream  # noqa: E402
 
 PROGRAMS = (2, 4, 8, 16, 32, 64, 132, 0)
 TARGET = 1.1

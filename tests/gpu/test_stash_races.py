@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.gpu.graph_step import Case, build, check_graph
 from benchmarks.gpu.shapes import GRAPH, ROUTINGS, SMALL, sides_of
 from benchmarks.stash_step import PAGE_BYTES, Bench, Rows, Sizes, Way
+from megatron.core.device.streams import SideStream
 from megatron.core.transformer.moe.paged_stash import Counter, PagedStash, PagePool, PoolLayout
-from megatron.core.transformer.moe.paged_stash.group_memory import SideStream
 from megatron.training.training import run_step
 from tests.harness import run_on_ranks
 

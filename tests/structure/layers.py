@@ -26,7 +26,11 @@ LAYERS = (
     Layer(0, "package", r"megatron"),  # the version; imports nothing
     Layer(0, "kernels", r"megatron\.core\.autograd"),  # torch alone
     # torch and triton alone
-    Layer(0, "kernels", r"megatron\.core\.device\.(triton_compile|triton_launch|pinned_memory|torch_internals)"),
+    Layer(
+        0,
+        "kernels",
+        r"megatron\.core\.device\.(pinned_memory|streams|torch_internals|triton_compile|triton_launch)",
+    ),
     Layer(0, "kernels", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?", step=1),
     Layer(1, "base", r"megatron\.core\.(\w+\.)*enums"),
     Layer(

@@ -5,7 +5,7 @@ from torch import Tensor
 
 from benchmarks.gpu.checks.reporting import checked_device, expect, graphs_of, report
 from megatron.core.device import mark_time, seconds_between, synchronize
-from megatron.core.transformer.moe.paged_stash.group_memory import SideStream, main_waits_for, record_main
+from megatron.core.device.streams import SideStream, main_waits_for, record_main
 
 ROUNDS, REPLAYS, SIZE, CYCLES = 4, 50, 1 << 16, 200_000
 

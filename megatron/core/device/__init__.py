@@ -1,7 +1,7 @@
 """Device abstraction for CPU and GPU: devices, memory, streams, random numbers and graphs. Only re-exports.
 
-Calls to torch.cuda belong in this package. The paged stash calls torch.cuda directly, because it imports only
-pinned_memory, torch_internals and triton_compile.
+Calls to torch.cuda belong in this package. The paged stash calls torch.cuda directly, because it imports only files of
+this package that import nothing but torch and Triton, such as streams.
 """
 
 from megatron.core.device.current import (

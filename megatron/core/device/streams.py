@@ -69,44 +69,82 @@ class CompletionMarks:
             work.get_future().add_done_callback(lambda _: note(time.perf_counter()))
 
 
-class CopyStream:
-    """Stream for copies that overlap with the main stream's work. Copies run in the order of their calls."""
+class SideStream:
+    """Stream for work that runs concurrently with the main stream. On the CPU all work runs immediately."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.Stream(device) if device.type == "cuda" else None
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> "torch.cuda.Event | None":
+    @contextmanager
+    def current(self) -> Iterator[bool]:
+        """Makes this stream current, without a wait, and yields True. Yields False on a CPU, where only the host waits.
+
+        A collective can wait here for an earlier collective without blocking the main stream.
+        """
+        if self._stream is None:
+            yield False
+            return
+        with self._stream:
+            yield True
+
+    @contextmanager
+    def behind_main(self, *events: torch.Event | None) -> Iterator[None]:
+        """Context manager that launches work on this stream, after the events and the main stream's queued work."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
+        for event in events:
+            if event is not None:
+                self._stream.wait_event(event)
+        with self._stream:
+            yield
+
+    def record(self) -> torch.Event | None:
+        """Returns an event at the end of all work launched on this stream; None on the CPU."""
+        return None if self._stream is None else self._stream.record_event()
+
+
+def record_main(device: torch.device) -> torch.Event | None:
+    """Returns an event at the end of all work launched on the main stream; None on the CPU."""
+    return torch.accelerator.current_stream(device).record_event() if device.type == "cuda" else None
+
+
+def main_waits_for(event: torch.Event | None, device: torch.device) -> None:
+    """Makes subsequent work on the main stream start after the event. The host does not wait."""
+    if event is not None:
+        torch.accelerator.current_stream(device).wait_event(event)
+
+
+class CopyStream:
+    """Side stream for copies that overlap with the main stream's work. Copies run in the order of their calls."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._side = device, SideStream(device)
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.Event | None:
         """Starts a copy of `source` to `target`. Completes the copy immediately for a CPU.
 
         target, source: same shape, any shape and dtype, one of them on the device. Returns the event of the copy's end
         for host_waits_for and main_waits_for, or None for a CPU.
         """
-        if self._stream is None:
-            target.copy_(source)
-            return None
-        # Otherwise, the copy may read a source that the main stream has not written yet, or write to the memory of a
-        # freed tensor that kernels of the main stream still read.
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
+        # Behind the main stream, because otherwise the copy may read a source that the main stream has not written
+        # yet, or write to the memory of a freed tensor that kernels of the main stream still read.
+        with self._side.behind_main():
             target.copy_(source, non_blocking=True)
-            for tensor in (target, source):
-                if tensor.device.type == "cuda":
-                    # See [Note: memory across streams].
-                    tensor.record_stream(self._stream)
-        event = torch.cuda.Event()
-        event.record(self._stream)
-        return event
+            keep_for_current_stream(target)
+            keep_for_current_stream(source)
+        return self._side.record()
 
-    def host_waits_for(self, copied: "torch.cuda.Event | None") -> None:
+    def host_waits_for(self, copied: torch.Event | None) -> None:
         """Blocks the host until the copy has ended, so that it may read the target and overwrite the source."""
         if copied is not None:
             copied.synchronize()
 
-    def main_waits_for(self, copied: "torch.cuda.Event | None") -> None:
+    def main_waits_for(self, copied: torch.Event | None) -> None:
         """Makes the current stream wait for the copy. Does not block the host."""
-        if copied is not None:
-            torch.cuda.current_stream(self._device).wait_event(copied)
+        main_waits_for(copied, self._device)
 
 
 class Writers:
@@ -164,22 +202,6 @@ class Arrival:
             if current not in self._waited:
                 current.wait_event(self._event)
                 self._waited.add(current)
-
-
-class SideStream:
-    """Stream on which a collective can wait for an earlier collective without blocking the main stream."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    @contextmanager
-    def current(self) -> Iterator[bool]:
-        """Makes this stream current and yields True. Yields False on a CPU, where only the host can wait."""
-        if self._stream is None:
-            yield False
-        else:
-            with torch.cuda.stream(self._stream):
-                yield True
 
 
 def keep_for_current_stream(tensor: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.core.device.streams import SideStream
 from megatron.core.group_collectives import RemoteRankError
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -20,7 +21,6 @@ from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatch
 from megatron.core.transformer.moe.expert_step import ExpertStep
 from megatron.core.transformer.moe.paged_stash import Counter, group_memory
 from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resident_groups, simulate
-from megatron.core.transformer.moe.paged_stash.group_memory import SideStream
 from megatron.core.transformer.moe.paged_stash.sizing import RESERVE_STEPS, LearnedSizes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.step.expert_memory import ExpertMemory, Shortfall, build_expert_memory, describe_shortfalls

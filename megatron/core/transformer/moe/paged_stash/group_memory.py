@@ -30,6 +30,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from megatron.core.device.streams import SideStream, main_waits_for, record_main
 from megatron.core.transformer.moe.paged_stash.page_layout import COPIES_PER_PROCESSOR, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.page_pool import RESTORE_ALIGNMENT, PageGroup, PagePool
 from megatron.core.transformer.moe.paged_stash.saved_tensors import (
@@ -405,36 +406,6 @@ def copy_programs(device: torch.device, num_sms: int) -> int:
     return 0 if device.type == "cpu" else COPIES_PER_PROCESSOR * num_sms
 
 
-class SideStream:
-    """Stream for work that runs concurrently with the main stream. On the CPU all work runs immediately."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = None if device.type == "cpu" else torch.Stream(device)
-
-    @property
-    def stream(self) -> torch.Stream | None:
-        """Underlying torch stream; None on the CPU."""
-        return self._stream
-
-    @contextmanager
-    def behind_main(self, *events: torch.Event | None) -> Iterator[None]:
-        """Context manager that launches work on this stream, after the events and the main stream's queued work."""
-        if self._stream is None:
-            yield
-            return
-        self._stream.wait_stream(torch.accelerator.current_stream(self._device))
-        for event in events:
-            if event is not None:
-                self._stream.wait_event(event)
-        with self._stream:
-            yield
-
-    def record(self) -> torch.Event | None:
-        """Returns an event at the end of all work launched on this stream; None on the CPU."""
-        return None if self._stream is None else self._stream.record_event()
-
-
 @dataclass(frozen=True)
 class StashStreams:
     """Streams of a stash and of the stashes that replace it; see [Note: side streams]. Immutable and thread-safe."""
@@ -446,14 +417,3 @@ class StashStreams:
     def on(cls, device: torch.device) -> "StashStreams":
         """Creates both streams on the device."""
         return cls(SideStream(device), SideStream(device))
-
-
-def record_main(device: torch.device) -> torch.Event | None:
-    """Returns an event at the end of all work launched on the main stream; None on the CPU."""
-    return None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event()
-
-
-def main_waits_for(event: torch.Event | None, device: torch.device) -> None:
-    """Makes subsequent work on the main stream start after the event. The host does not wait."""
-    if event is not None:
-        torch.accelerator.current_stream(device).wait_event(event)

@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.device.streams import main_waits_for
 from megatron.core.device.torch_internals import current_backward_id
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, ReserveRow, footprint, resident_groups
 from megatron.core.transformer.moe.paged_stash.group_memory import (
@@ -40,7 +41,6 @@ from megatron.core.transformer.moe.paged_stash.group_memory import (
     PageKeeper,
     Phase,
     StashStreams,
-    main_waits_for,
     tensor_of,
 )
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec, is_whole
