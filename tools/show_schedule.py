@@ -12,12 +12,10 @@ if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, forward_only, stage_orders
-from megatron.core.pipeline_parallel.timeline import Span, bubble_share, timeline
+from megatron.core.pipeline_parallel.timeline import Interval, Timeline, bubble_share, timeline
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.pipeline_parallel.validation import validate_programs
 from megatron.version_flag import PrintVersions
-
-Spans = list[dict[Action, Span]]
 
 # Colors of forward and backward by chunk, from light to dark.
 _FORWARD = ("#cfe3f7", "#93c1ea", "#5a9bd8", "#2f6fb0")
@@ -65,7 +63,7 @@ def check_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--steps is {options.steps}: must be a stage, from 0 to {options.stages - 1}")
 
 
-def caption(spans: Spans, num_microbatches: int) -> str:
+def caption(spans: Timeline, num_microbatches: int) -> str:
     """Returns a one-line description of the schedule."""
     length = max(span.end for stage in spans for span in stage.values())
     return (
@@ -74,7 +72,7 @@ def caption(spans: Spans, num_microbatches: int) -> str:
     )
 
 
-def as_text(spans: Spans) -> str:
+def as_text(spans: Timeline) -> str:
     """Formats the schedule with one line per stage and one column per unit of time.
 
     A column shows F or B, the chunk if there are several, and the microbatch.
@@ -90,7 +88,7 @@ def as_text(spans: Spans) -> str:
     return "\n".join(lines)
 
 
-def as_svg(spans: Spans, pipeline: Pipeline, *, title: str) -> str:
+def as_svg(spans: Timeline, pipeline: Pipeline, *, title: str) -> str:
     """Draws the schedule as SVG, with one row per stage.
 
     Forward passes are blue and backward passes green, later chunks are darker, and lines show transfers.
@@ -113,7 +111,7 @@ def as_svg(spans: Spans, pipeline: Pipeline, *, title: str) -> str:
     return "\n".join(part for part in parts if part) + "\n"
 
 
-def _box(stage: int, *, action: Action, span: Span) -> str:
+def _box(stage: int, *, action: Action, span: Interval) -> str:
     colors = _FORWARD if action.kind is ActionKind.FORWARD else _BACKWARD
     x, wide = _LEFT + span.start * _UNIT, (span.end - span.start) * _UNIT
     dark = action.chunk % len(colors) == len(colors) - 1
@@ -124,7 +122,7 @@ def _box(stage: int, *, action: Action, span: Span) -> str:
     )
 
 
-def _line(spans: Spans, pipeline: Pipeline, *, stage: int, action: Action) -> str:
+def _line(spans: Timeline, pipeline: Pipeline, *, stage: int, action: Action) -> str:
     """Draws a line from the end of a pass to the start of the pass on an adjacent stage that requires its output."""
     target = pipeline.target(stage, action)
     # Omits lines from the last stage back to the first, which would cross all rows.
@@ -170,7 +168,7 @@ def _middle(stage: int) -> int:
     return _TOP + stage * _ROW + _ROW // 2
 
 
-def _label(action: Action, spans: Spans) -> str:
+def _label(action: Action, spans: Timeline) -> str:
     one_chunk = all(other.chunk == 0 for stage in spans for other in stage)
     return f"{action.kind.value}{action.microbatch}" if one_chunk else str(action)
 

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from megatron.core.device import default_device
 from megatron.core.device.torch_internals import storage_id
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind
-from megatron.core.transformer.activation_offload import SavedTensor
+from megatron.core.transformer.activation_offload import BlockView
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.planner.recorders import RunningModules
 from megatron.planner.work import Unit, kind_of_module
@@ -54,7 +54,7 @@ class SavedBytes:
         """
         self._running, self._kind_of = RunningModules([model]), kind_of or kind_of_module
         self._persistent = {storage_id(tensor.untyped_storage()) for tensor in persistent}
-        self._saved: list[tuple[str, ref[Tensor | SavedTensor]]] = []
+        self._saved: list[tuple[str, ref[Tensor | BlockView]]] = []
         blocks = [part for part in model.modules() if isinstance(part, TransformerBlock)]
         self._offloaders = [one for block in blocks if (one := block.arrangement.offloader) is not None]
 
@@ -89,7 +89,7 @@ class SavedBytes:
         self._note(kept)
         return kept
 
-    def _note(self, kept: Tensor | SavedTensor) -> None:
+    def _note(self, kept: Tensor | BlockView) -> None:
         self._saved.append((self._kind_of(self._running.name), ref(kept)))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Orders, Pipeline, stage_orders
-from megatron.core.pipeline_parallel.timeline import Span, timeline
+from megatron.core.pipeline_parallel.timeline import Interval, Timeline, timeline
 from megatron.planner.plan import Plan
 from megatron.planner.work import (
     AGREEMENT,
@@ -44,7 +44,6 @@ _PIPELINE_GROUP = "pp"
 _TERA = 1e12
 # Rounds of microbatches after which a schedule only repeats, until its end.
 _ROUNDS = 3
-Spans = list[dict[Action, Span]]
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,7 @@ class StepTime:
     tflops: float
     mfu: float | None
     stages: tuple[StageTime, ...]
-    spans: Spans
+    spans: Timeline
 
     def split(self) -> dict[str, float]:
         """Returns the time of a step in seconds by cause, as a mean over stages. The values sum to the step's time."""
@@ -220,7 +219,7 @@ def estimate_step(
     return StepTime(device.name, total, tokens / total, tflops, mfu, parts, spans)
 
 
-def _end(spans: Spans) -> float:
+def _end(spans: Timeline) -> float:
     return max((span.end for stage in spans for span in stage.values()), default=0.0)
 
 
@@ -273,7 +272,7 @@ class _StageClock:
         its = self.passes[action.kind][action.chunk]
         return its.compute + its.exposed
 
-    def gather_delays(self, spans: Mapping[Action, Span]) -> dict[Action, float]:
+    def gather_delays(self, spans: Mapping[Action, Interval]) -> dict[Action, float]:
         """Returns the delay of each chunk's first pass by parameter gathers, in seconds."""
         if not self._overlap.parameters or PARAMS in self._overlap.in_every_pass or not self._gather:
             return {}
@@ -291,7 +290,7 @@ class _StageClock:
             found[action] = at - end if at - end > 1e-9 * (end - start) else 0.0
         return found
 
-    def reduced_at(self, spans: Mapping[Action, Span]) -> float:
+    def reduced_at(self, spans: Mapping[Action, Interval]) -> float:
         """Returns the time in the step at which the last gradient reduction completes, in seconds."""
         end = max(span.end for span in spans.values())
         if GRADS in self._overlap.in_every_pass or not self._reduction:

@@ -13,11 +13,15 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Orders,
 DURATIONS = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """The start and end of a pass; by default, the unit is the duration of a chunk's forward."""
 
     start: float
     end: float
+
+
+# For each stage, the interval of each of its passes.
+Timeline = list[dict[Action, Interval]]
 
 
 def timeline(
@@ -27,7 +31,7 @@ def timeline(
     seconds: Callable[[int, Action], float] | None = None,
     transfer: float = 0.0,
     overlap: bool = True,
-) -> list[dict[Action, Span]]:
+) -> Timeline:
     """Computes start and end of each stage's passes, which start when their predecessor and their input are complete.
 
     seconds: duration of a pass of a stage; None means DURATIONS. transfer: duration of a transfer between stages.
@@ -37,7 +41,7 @@ def timeline(
     """
     for order in orders:
         validate_schedule(order)
-    spans: list[dict[Action, Span]] = [{} for _ in orders]
+    spans: Timeline = [{} for _ in orders]
     clocks = [0.0] * len(orders)
     # Stages that may now be able to continue.
     awake = list(range(len(orders)))
@@ -56,20 +60,20 @@ def timeline(
             late = transfer if source is not None and source.stage != stage else 0.0
             start = max(clocks[stage], ready + late) if overlap else max(clocks[stage], ready) + late
             clocks[stage] = start + (DURATIONS[action.kind] if seconds is None else seconds(stage, action))
-            done[action] = Span(start, clocks[stage])
+            done[action] = Interval(start, clocks[stage])
             if target is not None and target.stage != stage:
                 awake.append(target.stage)
     _check_that_all_ran(orders, spans)
     return spans
 
 
-def _check_that_all_ran(orders: Orders, spans: list[dict[Action, Span]]) -> None:
+def _check_that_all_ran(orders: Orders, spans: Timeline) -> None:
     stuck = [f"stage {s} at {orders[s][len(spans[s])]}" for s in range(len(orders)) if len(spans[s]) < len(orders[s])]
     if stuck:
         raise ValueError(f"schedule deadlocks regardless of the order of transfers: {', '.join(stuck)}")
 
 
-def bubble_share(spans: list[dict[Action, Span]]) -> float:
+def bubble_share(spans: Timeline) -> float:
     """Returns the fraction of the stages' time, from the first pass to the last, in which they are idle."""
     total = max((span.end for stage in spans for span in stage.values()), default=0.0)
     busy = sum(span.end - span.start for stage in spans for span in stage.values())

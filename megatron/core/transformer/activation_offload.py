@@ -47,11 +47,11 @@ def plan_offload(config: OffloadConfig, has_experts: Sequence[bool]) -> list[fro
 class ActivationOffloader:
     """Offloads the activations of all layers of a model chunk.
 
-    1. A part runs inside `saving`. Each tensor that autograd saves becomes a SavedTensor, a view of a _Block of memory.
+    1. A part runs inside `saving`. Each tensor that autograd saves becomes a BlockView, a view of a _Block of memory.
     2. At the end of the part, the blocks to offload are copied to the host and their device memory is released.
     3. When backward first unpacks a tensor of a layer, the blocks of the layer are fetched unless they are already on
        the device. The blocks of the previous layer are fetched next, which overlaps with the backward of this layer.
-    4. When autograd drops the last SavedTensor of a block, the memory of the block is released, including its host
+    4. When autograd drops the last BlockView of a block, the memory of the block is released, including its host
        buffer. An interrupted step therefore leaks no memory.
     """
 
@@ -66,11 +66,11 @@ class ActivationOffloader:
         self._owner, self._device, self._min_elements = owner, device, min_elements
         self._copies = CopyStream(device)
         self._pass = _Pass(frozenset())
-        self._told: Callable[[SavedTensor], None] | None = None
+        self._told: Callable[[BlockView], None] | None = None
 
     @contextmanager
-    def telling(self, told: "Callable[[SavedTensor], None]") -> Iterator[None]:
-        """Calls `told` with each SavedTensor created within the context. Autograd owns the SavedTensor."""
+    def telling(self, told: "Callable[[BlockView], None]") -> Iterator[None]:
+        """Calls `told` with each BlockView created within the context. Autograd owns the BlockView."""
         self._told = told
         try:
             yield
@@ -93,7 +93,7 @@ class ActivationOffloader:
             yield
             return
         current = self._pass
-        saved: list[tuple[SavedTensor, Tensor]] = []
+        saved: list[tuple[BlockView, Tensor]] = []
 
         def pack(tensor: Tensor) -> Any:
             return self._pack(tensor, current, layer=layer, saved=saved)
@@ -108,7 +108,7 @@ class ActivationOffloader:
             # Autograd keeps `pack`, which references this list, as long as the saved tensors.
             saved.clear()
 
-    def _pack(self, tensor: Tensor, current: "_Pass", *, layer: int, saved: list[tuple["SavedTensor", Tensor]]) -> Any:
+    def _pack(self, tensor: Tensor, current: "_Pass", *, layer: int, saved: list[tuple["BlockView", Tensor]]) -> Any:
         storage = tensor.untyped_storage()
         if type(tensor) is not Tensor or storage_id(storage) in current.owned or tensor.device != self._device:
             return tensor
@@ -118,14 +118,14 @@ class ActivationOffloader:
             current.blocks[storage_id(storage)] = block
         current.layers.setdefault(layer, weakref.WeakSet()).add(block)
         block.num_saved += 1
-        handle = SavedTensor(block, current, layer=layer, dtype=tensor.dtype, view=_view_of(tensor))
+        handle = BlockView(block, current, layer=layer, dtype=tensor.dtype, view=_view_of(tensor))
         saved.append((handle, tensor.detach()))
         if self._told is not None:
             self._told(handle)
         return handle
 
-    def _move_out(self, saved: list[tuple["SavedTensor", Tensor]]) -> None:
-        users: dict[_Block, list[tuple[SavedTensor, Tensor]]] = {}
+    def _move_out(self, saved: list[tuple["BlockView", Tensor]]) -> None:
+        users: dict[_Block, list[tuple[BlockView, Tensor]]] = {}
         for one, tensor in saved:
             if tensor._version != one.block.version:
                 raise RuntimeError(
@@ -145,7 +145,7 @@ class ActivationOffloader:
                 # Backward reads only a small part of this memory. Offloading just the views releases all of it.
                 self._copy_out_views([one for one, _ in readers if one.view in views], views)
 
-    def _copy_out_views(self, readers: list["SavedTensor"], views: dict[Any, Tensor]) -> None:
+    def _copy_out_views(self, readers: list["BlockView"], views: dict[Any, Tensor]) -> None:
         own: dict[Any, Tensor] = {view: tensor.clone(memory_format=_DENSE) for view, tensor in views.items()}
         blocks = {view: _Block(tensor.untyped_storage(), tensor._version) for view, tensor in own.items()}
         for one in readers:
@@ -254,8 +254,8 @@ class _Pass:
     layers: "dict[int, weakref.WeakSet[_Block]]" = field(default_factory=dict)
 
 
-class SavedTensor:
-    """Replacement for a tensor that autograd saves. view: offset, size and stride in the block, in elements."""
+class BlockView:
+    """View of a block that autograd saves in place of a tensor. view: offset, size and stride, in elements."""
 
     __slots__ = ("block", "current", "layer", "dtype", "view", "__weakref__")
 
