@@ -37,7 +37,7 @@ from megatron.core.optimizer.optimizer import (
     FP32Optimizer,
     MegatronOptimizer,
 )
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, check_whole_matrices
 from megatron.core.optimizer.optimizer_in_backward import HandedGrads, UpdatesInBackward, check_in_backward
 from megatron.core.optimizer.optimizer_parts import OptimizerParts
 from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, ParamGrouping
@@ -144,12 +144,11 @@ def _check_overlap(config: OptimizerConfig, ddp_configs: Sequence[DistributedDat
 
 
 def _check_settings(config: OptimizerConfig, groups: ProcessGroupCollection, *, buffers: Sequence[FlatBuffer]) -> None:
-    if config.optimizer == "muon" and max(group_size(groups.tp), group_size(groups.expt_tp)) > 1:
-        raise ValueError(
-            f"OptimizerConfig.optimizer is muon with tensor_model_parallel_size {group_size(groups.tp)} and "
-            f"expert_tensor_parallel_size {group_size(groups.expt_tp)}: both must be 1, because muon requires whole "
-            "matrices"
-        )
+    check_whole_matrices(
+        config.optimizer,
+        tensor_model_parallel_size=group_size(groups.tp),
+        expert_tensor_parallel_size=group_size(groups.expt_tp),
+    )
     if config.lr is None:
         raise ValueError("OptimizerConfig.lr is None: must be the maximum learning rate (--lr)")
     narrow = [buffer for buffer in buffers if buffer.param_data.dtype.itemsize == 2]

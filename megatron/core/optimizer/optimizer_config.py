@@ -207,6 +207,16 @@ class MuonConfig:
     )
 
 
+def check_whole_matrices(optimizer: str, *, tensor_model_parallel_size: int, expert_tensor_parallel_size: int) -> None:
+    """Raises ValueError for an update rule of whole matrices if tensor parallelism splits dense or expert matrices."""
+    if optimizer == "muon" and max(tensor_model_parallel_size, expert_tensor_parallel_size) > 1:
+        raise ValueError(
+            f"OptimizerConfig.optimizer is muon with tensor_model_parallel_size {tensor_model_parallel_size} and "
+            f"expert_tensor_parallel_size {expert_tensor_parallel_size}: both must be 1, because muon requires whole "
+            "matrices"
+        )
+
+
 class InBackwardClip(Enum):
     """Clipping policies for updates in backward, which run before the norm of all gradients is known."""
 

@@ -19,7 +19,7 @@ import torch
 from megatron.core.device import without_memory
 from megatron.core.model_parallel_config import check_multiple
 from megatron.core.num_microbatches_calculator import NumMicroBatches
-from megatron.core.optimizer.optimizer_config import OptimizerConfig
+from megatron.core.optimizer.optimizer_config import OptimizerConfig, check_whole_matrices
 from megatron.core.parallel_state import DEFAULT_ORDER, rank_grids
 from megatron.core.transformer.moe.dispatch_flex import require_flex_backend
 from megatron.core.transformer.moe_config import MoEConfig, validate_moe_layer_freq
@@ -203,11 +203,14 @@ def check_layout(args: argparse.Namespace) -> Iterator[str]:
             f"{context_size}: add --no-create-attention-mask-in-dataloader, which passes document boundaries "
             "instead"
         )
-    if args.optimizer == "muon" and max(tensor_size, args.expert_tensor_parallel_size or tensor_size) > 1:
-        yield (
-            f"--optimizer is muon and --tensor-model-parallel-size is {tensor_size}: muon needs whole matrices, so "
-            "--tensor-model-parallel-size and --expert-tensor-parallel-size must be 1"
+    yield from problems_of_call(
+        partial(
+            check_whole_matrices,
+            args.optimizer,
+            tensor_model_parallel_size=tensor_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size or tensor_size,
         )
+    )
     yield from derive_virtual_stages(args)
 
 

@@ -220,6 +220,11 @@ def validated(words: str = "", drop: str = "") -> argparse.Namespace:
         ),
         ("--start-weight-decay 0.1", "", ["--start-weight-decay is 0.1", "--weight-decay-incr-style is constant"]),
         ("--tensor-model-parallel-size 2", "", ["world size is 1", "--tensor-model-parallel-size x", "(2)"]),
+        (
+            "--optimizer muon --tensor-model-parallel-size 2",
+            "",
+            ["--optimizer is muon with --tensor-model-parallel-size 2", "both must be 1"],
+        ),
         ("--expert-model-parallel-size 3", "", ["world size is 1", "x --expert-model-parallel-size x", "(3)"]),
         ("--sequence-parallel --tensor-model-parallel-size 0", "", ["--tensor-model-parallel-size is 0: must be at"]),
         ("--num-virtual-stages-per-pipeline-rank 2", "", ["--pipeline-model-parallel-size is 1: 2 virtual stages"]),
