@@ -5,7 +5,7 @@ their shards are in torch_fsdp2_shards.py, torch's private state in torch_fsdp2_
 iteration in torch_fsdp2_iteration.py, and values of parameters on the meta device in torch_fsdp2_init.py.
 """
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -37,14 +37,12 @@ from megatron.core.distributed.torch_fsdp2_iteration import (
     EndOfBackwardRelease,
     FsdpIteration,
     StreamingRelease,
-    UnitRelease,
 )
 from megatron.core.distributed.torch_fsdp2_shards import (
     ReleasedShardBuffer,
     ShardedFlatBuffer,
     ShardHookRunner,
     Unit,
-    UnitGroup,
     UnitKind,
     UnitShards,
     find_units,
@@ -136,9 +134,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         )
         super().__init__(module)
         self.config, self.ddp_config = config, ddp_config
-        self.pg_collection = pg_collection or _groups_of(process_group) or groups_or_existing(None)
-        if process_group is not None and pg_collection is not None:
-            raise ValueError("process_group and pg_collection are both given: give only one of them")
+        self.pg_collection = _chosen_groups(process_group, pg_collection)
         deferred = DeferredValues(module, param_init_fn)
         check_wraps_agree(
             module,
@@ -148,21 +144,19 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             check_alone=partial(_check_settings, module, self.pg_collection, ddp_config=ddp_config, deferred=deferred),
         )
         layers = [] if disable_bucketing else _layers(module, sub_modules_to_wrap)
-        apart = expert_ranks_differ(self.pg_collection)
-        self.units = find_units(module, layers, experts_apart=apart)
+        self.units = find_units(module, layers, experts_apart=expert_ranks_differ(self.pg_collection))
         _check_classes(self.units)
-        self._meshes: dict[bool, DeviceMesh] = {}
-        self._meshes_after_forward: dict[bool, DeviceMesh] = {}
-        self._frozen: list[tuple[str, ParamShard]] = []
-        shards = self._shard_units()
-        all_shards = [shard for unit in shards.values() for _, shard in unit.shards] + [s for _, s in self._frozen]
-        self._set_prefetch(layers)
+        sharding = _Sharding(config, ddp_config, self.pg_collection)
+        self._shards = sharding.shard(self.units)
+        sharding.set_prefetch(layers)
         order = in_order_of_backward(self.units, layers)
         is_later = partial(is_completed_later, config=config, groups=self.pg_collection)
-        self._flat_buffers = self._build_buffers(shards, order, is_later=is_later)
-        deferred.fill(all_shards)
-        self._wrapped = WrappedShards(module, all_shards)
-        self._gathered = GatheredParams(module, all_shards)
+        self._flat_buffers = sharding.build_buffers(self._shards, order, is_later=is_later)
+        # Trained shards of meta parameters have memory now, in the buffers.
+        deferred.fill(self._shards.all)
+        self._wrapped = WrappedShards(module, self._shards.all)
+        # Later writes to the shards make gathered parameters stale.
+        self._gathered = GatheredParams(module, self._shards.all)
         groups = unit_groups(self._flat_buffers, order)
         self._hook_runner = ShardHookRunner(
             [group for of_unit in groups.values() for group in of_unit],
@@ -170,7 +164,18 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             sharded=self._wrapped.sharded,
         )
         self._hook_runner.hooks.adopt()
-        self._iteration = self._build_iteration(groups)
+        checks = GradChecks.of(ddp_config)
+        self._iteration = FsdpIteration(
+            self._flat_buffers,
+            checks,
+            groups=self.pg_collection,
+            hook_runner=self._hook_runner,
+            units=StreamingRelease(groups, self._flat_buffers, hook_runner=self._hook_runner, checks=checks)
+            if ddp_config.release_gradients
+            else EndOfBackwardRelease(self._flat_buffers, hook_runner=self._hook_runner, checks=checks),
+            find_change=self._wrapped.find_problem,
+        )
+        # Last, because its hooks run before those of fully_shard and of GatheredParams.
         self._iteration.watch(module)
         self.launch_order = self._iteration
         # Configures torch for the following backward passes.
@@ -190,7 +195,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             for buffer in self._flat_buffers
             for slot in buffer.slots
         ]
-        for name, shard in self._frozen:
+        for name, shard in self._shards.frozen:
             flat = shard.local.detach().view(-1)
             held = ParamRange(name, shard.param, Span(0, flat.numel()), shard.start)
             weights.append(ShardWeights(held, flat, flat.dtype, is_frozen=True))
@@ -275,7 +280,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             _check_cast(fn, buffer)
         params = [slot.param for buffer in self._flat_buffers for slot in buffer.slots]
         hooks = {param: param._post_accumulate_grad_hooks for param in params}
-        frozen = [shard for _, shard in self._frozen]
+        frozen = [shard for _, shard in self._shards.frozen]
         marks = {param: vars(param).copy() for param in [*params, *(shard.param for shard in frozen)]}
         for param in params:
             param.grad = None
@@ -316,134 +321,6 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         root.set_requires_gradient_sync(is_reducing)
         self._is_last, self._is_reducing = is_last, is_reducing
         self._iteration.tell(is_last_backward=is_last)
-
-    def _shard_units(self) -> dict[Unit, UnitShards]:
-        """Applies fully_shard to each unit and returns its trained shards."""
-        owners = _owners(self.module)
-        found = {}
-        for unit in self.units:
-            self._fully_shard(unit)
-            trained: list[tuple[str, ParamShard]] = []
-            for shard in shards_of(as_fsdp(unit.module)):
-                name, marks, hooks = owners[shard.owner]
-                vars(shard.param).update(marks)
-                if unit.dtype_of_half is not None and shard.param.requires_grad:
-                    mark_keep_in_fp32(shard.param)
-                if hooks:
-                    shard.param._post_accumulate_grad_hooks = hooks
-                (trained if shard.param.requires_grad else self._frozen).append((name, shard))
-            found[unit] = UnitShards(unit.name, trained)
-        return found
-
-    def _fully_shard(self, unit: Unit) -> None:
-        half = unit.dtype_of_half
-        for param in unit.module.parameters():
-            # Parameters of inner units are sharded already.
-            if param.requires_grad and param.dtype == half:
-                # One unit at a time, so that only one unit exists in both dtypes.
-                param.data = param.data.float()
-        config, is_root = self.ddp_config, unit.module is self.module
-        reduce_dtype = torch.float32 if config.grad_reduce_in_fp32 else half
-        chosen = config.reshard_after_forward
-        # An integer is a number of ranks, as in torch: 1 keeps parameters gathered.
-        reshards = chosen if isinstance(chosen, bool) else chosen > 1
-        fully_shard(
-            unit.module,
-            mesh=self._mesh(is_expert=unit.kind.is_expert),
-            # The root's parameters are needed from the start of forward to the end of backward. None keeps them
-            # gathered.
-            reshard_after_forward=None if is_root and reshards else reshards,
-            mp_policy=MixedPrecisionPolicy(
-                param_dtype=half, reduce_dtype=reduce_dtype if half else None, cast_forward_inputs=False
-            ),
-            offload_policy=self._offload_policy(),
-        )
-        if not is_root:
-            self._set_ranks_after_forward(unit)
-        self._set_reduction(as_fsdp(unit.module), unit.kind)
-
-    def _set_ranks_after_forward(self, unit: Unit) -> None:
-        """Shards a unit over fewer ranks between forward and backward if reshard_after_forward is a number."""
-        is_expert, num_ranks = unit.kind.is_expert, self.ddp_config.reshard_after_forward
-        group = self._group_of(is_expert=is_expert)
-        if group is None or isinstance(num_ranks, bool) or not 1 < num_ranks < group_size(group):
-            return
-        if is_expert not in self._meshes_after_forward:
-            self._meshes_after_forward[is_expert] = split_mesh_of(group, default_device(), part_size=num_ranks)
-        reshard_after_forward_over(as_fsdp(unit.module), self._meshes_after_forward[is_expert])
-
-    def _set_reduction(self, module: FSDPModule, kind: UnitKind) -> None:
-        group = self._group_of(is_expert=kind.is_expert)
-        scale = gradient_scale(group, self.pg_collection, config=self.config, ddp_config=self.ddp_config)
-        # Ranks may differ in the parameters that backward reaches, such as experts without tokens; reductions must not
-        # differ.
-        reduce_unused_params(module)
-        if group_size(group) == 1:
-            module.set_gradient_divide_factor(1.0)
-            module.set_all_reduce_hook(partial(_scale_, factor=scale))
-        elif self.config.deterministic_mode or self._mesh(is_expert=kind.is_expert).device_type == "cpu":
-            policy = ReductionPolicy(deterministic=self.config.deterministic_mode)
-            module.set_custom_reduce_scatter(ScaledReduceScatter(scale, policy))
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
-        else:
-            module.set_gradient_divide_factor(1.0 / scale)
-
-    def _set_prefetch(self, layers: Sequence[nn.Module]) -> None:
-        """Sets the layers that are gathered ahead of each layer; 0 is torch's default, the next layer."""
-        modules = [as_fsdp(layer) for layer in layers]
-        forward, backward = self.ddp_config.forward_prefetch, self.ddp_config.backward_prefetch
-        for index, module in enumerate(modules):
-            if forward:
-                module.set_modules_to_forward_prefetch(modules[index + 1 : index + 1 + forward])
-            if backward:
-                module.set_modules_to_backward_prefetch(modules[max(0, index - backward) : index][::-1])
-
-    def _mesh(self, *, is_expert: bool) -> DeviceMesh:
-        if is_expert not in self._meshes:
-            self._meshes[is_expert] = mesh_of(self._group_of(is_expert=is_expert), default_device())
-        return self._meshes[is_expert]
-
-    def _group_of(self, *, is_expert: bool) -> dist.ProcessGroup | None:
-        return self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
-
-    def _offload_policy(self) -> OffloadPolicy:
-        if not self.ddp_config.cpu_offload:
-            return OffloadPolicy()
-        return CPUOffloadPolicy(pin_memory=default_device().type != "cpu")
-
-    def _build_buffers(
-        self, shards: dict[Unit, UnitShards], order: Sequence[Unit], *, is_later: Callable[[nn.Parameter], bool]
-    ) -> list[ShardedFlatBuffer]:
-        pinned = self.ddp_config.cpu_offload and default_device().type != "cpu"
-        releases = self.ddp_config.release_gradients
-        by_kind: dict[UnitKind, list[UnitShards]] = {}
-        for unit in order:
-            # Gradients that are completed at the end must not delay the release of the others.
-            parts = shards[unit].split(is_later) if releases else [shards[unit]]
-            by_kind.setdefault(unit.kind, []).extend(part for part in parts if part.shards)
-        buffer_type = ReleasedShardBuffer if releases else ShardedFlatBuffer
-        return [
-            buffer_type(kind, of_kind, group=self._group_of(is_expert=kind.is_expert), pin_memory=pinned)
-            for kind, of_kind in by_kind.items()
-            if of_kind
-        ]
-
-    def _build_iteration(self, groups: Mapping[Unit, Sequence[UnitGroup]]) -> FsdpIteration:
-        buffers, hook_runner, checks = self._flat_buffers, self._hook_runner, GradChecks.of(self.ddp_config)
-        units: UnitRelease
-        if self.ddp_config.release_gradients:
-            units = StreamingRelease(groups, buffers, hook_runner=hook_runner, checks=checks)
-        else:
-            units = EndOfBackwardRelease(buffers, hook_runner=hook_runner, checks=checks)
-        return FsdpIteration(
-            buffers,
-            checks,
-            groups=self.pg_collection,
-            hook_runner=hook_runner,
-            units=units,
-            find_change=self._wrapped.find_problem,
-        )
 
 
 def _check_cast(fn: Callable[[torch.Tensor], torch.Tensor], buffer: ShardedFlatBuffer) -> None:
@@ -501,53 +378,30 @@ def _scale_(flat: torch.Tensor, *, factor: float) -> None:
         flat.mul_(factor)
 
 
-# Wrapping.
+# Wrapping, in the order of the constructor.
 
 
-def _owners(root: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, dict[str, Any], Any]]:
-    """Maps each (module, local name) of a parameter to the parameter's full name, attributes and hooks.
-
-    The name of a shared parameter is its first name.
-    """
-    names: dict[nn.Parameter, str] = {}
-    owners = {}
-    for module_name, module in root.named_modules(remove_duplicate=False):
-        for local_name, param in module.named_parameters(recurse=False, remove_duplicate=False):
-            name = names.setdefault(param, canonical_name(f"{module_name}.{local_name}" if module_name else local_name))
-            owners[module, local_name] = (name, vars(param).copy(), param._post_accumulate_grad_hooks)
-    return owners
+def _chosen_groups(
+    process_group: dist.ProcessGroup | ProcessGroupCollection | None, pg_collection: ProcessGroupCollection | None
+) -> ProcessGroupCollection:
+    """Returns the groups of the arguments; a single process_group shards both dense and expert parameters."""
+    if process_group is not None and pg_collection is not None:
+        raise ValueError("process_group and pg_collection are both given: give only one of them")
+    if process_group is not None and not isinstance(process_group, ProcessGroupCollection):
+        return ProcessGroupCollection(dp=process_group, dp_cp=process_group, expt_dp=process_group)
+    return pg_collection or process_group or groups_or_existing(None)
 
 
-def _groups_of(given: dist.ProcessGroup | ProcessGroupCollection | None) -> ProcessGroupCollection | None:
-    """Converts the argument process_group; a single group is used for both dense and expert parameters."""
-    if given is None or isinstance(given, ProcessGroupCollection):
-        return given
-    return ProcessGroupCollection(dp=given, dp_cp=given, expt_dp=given)
-
-
-def _layers(module: nn.Module, wanted: Iterable[type[nn.Module] | nn.Module] | None) -> list[nn.Module]:
-    """Returns the modules that become units: given modules and instances of given classes, outermost only."""
-    if wanted is None:
-        return repeated_layers(module)
-    wanted = list(wanted)
-    classes = tuple(kind for kind in wanted if isinstance(kind, type))
-    chosen = {id(one) for one in wanted if not isinstance(one, type)}
-    found: list[nn.Module] = []
-
-    def look(inside: nn.Module) -> None:
-        for child in inside.children():
-            if isinstance(child, classes) or id(child) in chosen:
-                found.append(child)
-            else:
-                look(child)
-
-    look(module)
-    if wanted and not found:
-        names = ", ".join(sorted({kind.__name__ if isinstance(kind, type) else type(kind).__name__ for kind in wanted}))
-        raise ValueError(
-            f"sub_modules_to_wrap is {names}: the module contains none of them; pass classes of its submodules"
-        )
-    return [layer for layer in found if any(True for _ in layer.parameters())]
+def _settings_of_all_ranks(
+    config: ModelParallelConfig, ddp_config: TorchFullyShardedDataParallelConfig, *, disable_bucketing: bool
+) -> dict[str, object]:
+    of_config = ("calculate_per_token_loss", "deterministic_mode")
+    return {
+        "wrapper": "TorchFullyShardedDataParallel",
+        **{f"TorchFullyShardedDataParallelConfig.{name}": value for name, value in vars(ddp_config).items()},
+        **{f"ModelParallelConfig.{name}": vars(config)[name] for name in of_config},
+        "disable_bucketing": bool(disable_bucketing),
+    }
 
 
 def _check_settings(
@@ -600,6 +454,31 @@ def _check_ranks_after_forward(reshard_after_forward: bool | int, groups: Proces
             )
 
 
+def _layers(module: nn.Module, wanted: Iterable[type[nn.Module] | nn.Module] | None) -> list[nn.Module]:
+    """Returns the modules that become units: given modules and instances of given classes, outermost only."""
+    if wanted is None:
+        return repeated_layers(module)
+    wanted = list(wanted)
+    classes = tuple(kind for kind in wanted if isinstance(kind, type))
+    chosen = {id(one) for one in wanted if not isinstance(one, type)}
+    found: list[nn.Module] = []
+
+    def look(inside: nn.Module) -> None:
+        for child in inside.children():
+            if isinstance(child, classes) or id(child) in chosen:
+                found.append(child)
+            else:
+                look(child)
+
+    look(module)
+    if wanted and not found:
+        names = ", ".join(sorted({kind.__name__ if isinstance(kind, type) else type(kind).__name__ for kind in wanted}))
+        raise ValueError(
+            f"sub_modules_to_wrap is {names}: the module contains none of them; pass classes of its submodules"
+        )
+    return [layer for layer in found if any(True for _ in layer.parameters())]
+
+
 def _check_classes(units: Iterable[Unit]) -> None:
     """Raises ValueError for a unit whose class torch cannot replace by a subclass."""
     for unit in units:
@@ -613,13 +492,162 @@ def _check_classes(units: Iterable[Unit]) -> None:
             )
 
 
-def _settings_of_all_ranks(
-    config: ModelParallelConfig, ddp_config: TorchFullyShardedDataParallelConfig, *, disable_bucketing: bool
-) -> dict[str, object]:
-    of_config = ("calculate_per_token_loss", "deterministic_mode")
-    return {
-        "wrapper": "TorchFullyShardedDataParallel",
-        **{f"TorchFullyShardedDataParallelConfig.{name}": value for name, value in vars(ddp_config).items()},
-        **{f"ModelParallelConfig.{name}": vars(config)[name] for name in of_config},
-        "disable_bucketing": bool(disable_bucketing),
-    }
+@dataclass(frozen=True)
+class _Shards:
+    """This rank's shards of a module: of trained parameters by unit, and of frozen ones with their names."""
+
+    trained: dict[Unit, UnitShards]
+    frozen: list[tuple[str, ParamShard]]
+
+    @property
+    def all(self) -> list[ParamShard]:
+        """The shards of all parameters, trained ones first."""
+        trained = [pair for unit in self.trained.values() for pair in unit.shards]
+        return [shard for _, shard in (*trained, *self.frozen)]
+
+
+@dataclass(frozen=True)
+class _Ranks:
+    """The ranks over which dense units, or expert units, are sharded.
+
+    mesh_after_forward: the ranks in parts, over which units other than the root stay sharded between forward and
+    backward; None for all ranks. scale: factor of gradients before they are summed.
+    """
+
+    mesh: DeviceMesh
+    mesh_after_forward: DeviceMesh | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class _Sharding:
+    """Settings with which fully_shard is applied to units, and the flat buffers of their shards are built."""
+
+    config: ModelParallelConfig
+    ddp_config: TorchFullyShardedDataParallelConfig
+    groups: ProcessGroupCollection
+
+    def shard(self, units: Sequence[Unit]) -> _Shards:
+        """Applies fully_shard to each unit, inner units first and the root unit last. Collective."""
+        *inner, root = units
+        # By UnitKind.is_expert.
+        ranks = {one: self._ranks(inner, is_expert=one) for one in dict.fromkeys(unit.kind.is_expert for unit in units)}
+        owners = _owners(root.module)
+        shards = _Shards({}, [])
+        for unit in units:
+            self._fully_shard(unit, ranks[unit.kind.is_expert], is_root=unit is root)
+            trained: list[tuple[str, ParamShard]] = []
+            for shard in shards_of(as_fsdp(unit.module)):
+                name, marks, hooks = owners[shard.owner]
+                vars(shard.param).update(marks)
+                if unit.dtype_of_half is not None and shard.param.requires_grad:
+                    mark_keep_in_fp32(shard.param)
+                if hooks:
+                    shard.param._post_accumulate_grad_hooks = hooks
+                (trained if shard.param.requires_grad else shards.frozen).append((name, shard))
+            shards.trained[unit] = UnitShards(unit.name, trained)
+        return shards
+
+    def set_prefetch(self, layers: Sequence[nn.Module]) -> None:
+        """Sets the layers that are gathered ahead of each layer; 0 is torch's default, the next layer."""
+        modules = [as_fsdp(layer) for layer in layers]
+        forward, backward = self.ddp_config.forward_prefetch, self.ddp_config.backward_prefetch
+        for index, module in enumerate(modules):
+            if forward:
+                module.set_modules_to_forward_prefetch(modules[index + 1 : index + 1 + forward])
+            if backward:
+                module.set_modules_to_backward_prefetch(modules[max(0, index - backward) : index][::-1])
+
+    def build_buffers(
+        self, shards: _Shards, order: Sequence[Unit], *, is_later: Callable[[nn.Parameter], bool]
+    ) -> list[ShardedFlatBuffer]:
+        """Moves the trained shards to one flat buffer for each kind of units, in which units are in this order.
+
+        is_later: whether a parameter's gradient is completed after backward; see is_completed_later.
+        """
+        releases = self.ddp_config.release_gradients
+        by_kind: dict[UnitKind, list[UnitShards]] = {}
+        for unit in order:
+            # Gradients that are completed at the end must not delay the release of the others.
+            parts = shards.trained[unit].split(is_later) if releases else [shards.trained[unit]]
+            by_kind.setdefault(unit.kind, []).extend(part for part in parts if part.shards)
+        buffer_type = ReleasedShardBuffer if releases else ShardedFlatBuffer
+        return [
+            buffer_type(kind, of_kind, group=self._group(is_expert=kind.is_expert), pin_memory=self._pins_shards)
+            for kind, of_kind in by_kind.items()
+            if of_kind
+        ]
+
+    def _group(self, *, is_expert: bool) -> dist.ProcessGroup | None:
+        return self.groups.expt_dp if is_expert else self.groups.dp_cp
+
+    @property
+    def _pins_shards(self) -> bool:
+        return self.ddp_config.cpu_offload and default_device().type != "cpu"
+
+    def _ranks(self, inner: Sequence[Unit], *, is_expert: bool) -> _Ranks:
+        """Builds the meshes of one kind. inner: all units but the root."""
+        group = self._group(is_expert=is_expert)
+        mesh, after_forward = mesh_of(group, default_device()), None
+        num_ranks = self.ddp_config.reshard_after_forward
+        is_split = not isinstance(num_ranks, bool) and 1 < num_ranks < group_size(group)
+        if group is not None and is_split and any(unit.kind.is_expert == is_expert for unit in inner):
+            after_forward = split_mesh_of(group, default_device(), part_size=num_ranks)
+        scale = gradient_scale(group, self.groups, config=self.config, ddp_config=self.ddp_config)
+        return _Ranks(mesh, after_forward, scale)
+
+    def _fully_shard(self, unit: Unit, ranks: _Ranks, *, is_root: bool) -> None:
+        half, config = unit.dtype_of_half, self.ddp_config
+        for param in unit.module.parameters():
+            # Parameters of inner units are sharded already.
+            if param.requires_grad and param.dtype == half:
+                # One unit at a time, so that only one unit exists in both dtypes.
+                param.data = param.data.float()
+        reduce_dtype = torch.float32 if config.grad_reduce_in_fp32 else half
+        chosen = config.reshard_after_forward
+        # An integer is a number of ranks, as in torch: 1 keeps parameters gathered.
+        reshards = chosen if isinstance(chosen, bool) else chosen > 1
+        fully_shard(
+            unit.module,
+            mesh=ranks.mesh,
+            # The root's parameters are needed from the start of forward to the end of backward. None keeps them
+            # gathered.
+            reshard_after_forward=None if is_root and reshards else reshards,
+            mp_policy=MixedPrecisionPolicy(
+                param_dtype=half, reduce_dtype=reduce_dtype if half else None, cast_forward_inputs=False
+            ),
+            offload_policy=CPUOffloadPolicy(pin_memory=self._pins_shards) if config.cpu_offload else OffloadPolicy(),
+        )
+        module = as_fsdp(unit.module)
+        if ranks.mesh_after_forward is not None and not is_root:
+            reshard_after_forward_over(module, ranks.mesh_after_forward)
+        self._set_reduction(module, ranks)
+
+    def _set_reduction(self, module: FSDPModule, ranks: _Ranks) -> None:
+        # Ranks may differ in the parameters that backward reaches, such as experts without tokens; reductions must not
+        # differ.
+        reduce_unused_params(module)
+        if ranks.mesh.size() == 1:
+            module.set_gradient_divide_factor(1.0)
+            module.set_all_reduce_hook(partial(_scale_, factor=ranks.scale))
+        elif self.config.deterministic_mode or ranks.mesh.device_type == "cpu":
+            policy = ReductionPolicy(deterministic=self.config.deterministic_mode)
+            module.set_custom_reduce_scatter(ScaledReduceScatter(ranks.scale, policy))
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        else:
+            module.set_gradient_divide_factor(1.0 / ranks.scale)
+
+
+def _owners(root: nn.Module) -> dict[tuple[nn.Module, str], tuple[str, dict[str, Any], Any]]:
+    """Maps each (module, local name) of a parameter to the parameter's full name, attributes and hooks.
+
+    The name of a shared parameter is its first name.
+    """
+    names: dict[nn.Parameter, str] = {}
+    owners = {}
+    for module_name, module in root.named_modules(remove_duplicate=False):
+        for local_name, param in module.named_parameters(recurse=False, remove_duplicate=False):
+            name = names.setdefault(param, canonical_name(f"{module_name}.{local_name}" if module_name else local_name))
+            owners[module, local_name] = (name, vars(param).copy(), param._post_accumulate_grad_hooks)
+    return owners
