@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.config_field import require_defaults
-from megatron.core.group_collectives import Pending, all_gather_rows, all_reduce_sum, reduce_scatter_rows
+from megatron.core.group_collectives import all_gather_rows, all_reduce_sum, reduce_scatter_rows
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -125,11 +125,12 @@ class LinearWithGradAccumulationAndAsyncCommunication(PlainFunction):
         """
         _require_plain_product(grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype)
         ctx.save_for_backward(input, weight)
-        ctx.gathers, ctx.group = sequence_parallel, tp_group
-        ctx.sums = allreduce_dgrad or sequence_parallel
+        # None for a collective that the layer does not need, which then sends nothing.
+        ctx.gather_group = tp_group if sequence_parallel else None
+        ctx.sum_group = tp_group if allreduce_dgrad else None
         # The weight itself, because hooks on saved tensors may return a different tensor.
         ctx.owned = weight if gradient_accumulation_fusion else None
-        return F.linear(_whole(input, ctx).wait(), weight, bias)
+        return F.linear(all_gather_rows(input, ctx.gather_group).wait(), weight, bias)
 
     @staticmethod
     @first_order
@@ -138,10 +139,14 @@ class LinearWithGradAccumulationAndAsyncCommunication(PlainFunction):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *others = ctx.needs_input_grad
         # Started first, so that the gather overlaps with the GEMM of the input's gradient.
-        whole = _whole(x, ctx) if needs_weight else Pending(x, None)
+        whole = all_gather_rows(x, ctx.gather_group if needs_weight else None)
         grad_x = grad_weight = grad_bias = None
         if needs_x:
-            grad_x = _summed(grad_output.matmul(weight), ctx)
+            grad_whole = grad_output.matmul(weight)
+            if ctx.gather_group is None:
+                grad_x = all_reduce_sum(grad_whole, ctx.sum_group)
+            else:
+                grad_x = reduce_scatter_rows(grad_whole, ctx.gather_group)
         rows = grad_output.reshape(-1, grad_output.shape[-1])
         if needs_weight:
             product = LinearGrad(rows, whole.wait().reshape(-1, x.shape[-1]))
@@ -176,9 +181,8 @@ def linear_with_frozen_weight(
     input, weight, bias = autocast_input(input), autocast_input(weight), autocast_input(bias)
     if sequence_parallel:
         input = gather_from_sequence_parallel_region(input, group=tp_group)
-    # With sequence_parallel, the backward of the gather already sums the gradient.
-    sums = allreduce_dgrad and not sequence_parallel
-    output: Tensor = LinearWithFrozenWeight.apply(input, weight, bias, sums, tp_group, output_dtype)
+        allreduce_dgrad = False  # the backward of the gather sums the gradient
+    output: Tensor = LinearWithFrozenWeight.apply(input, weight, bias, allreduce_dgrad, tp_group, None)
     return output
 
 
@@ -201,7 +205,7 @@ class LinearWithFrozenWeight(PlainFunction):
         """
         _require_plain_product(None, 0, 1, output_dtype)
         ctx.save_for_backward(weight)
-        ctx.gathers, ctx.group, ctx.sums = False, tp_group, allreduce_dgrad
+        ctx.sum_group = tp_group if allreduce_dgrad else None
         return F.linear(input, weight, bias)
 
     @staticmethod
@@ -210,20 +214,9 @@ class LinearWithFrozenWeight(PlainFunction):
         """Computes the gradients of input and bias. grad_output: [*, O], the dtype of the weight."""
         (weight,) = ctx.saved_tensors
         needs_x, _, needs_bias, *others = ctx.needs_input_grad
-        grad_x = _summed(grad_output.matmul(weight), ctx).wait() if needs_x else None
+        grad_x = all_reduce_sum(grad_output.matmul(weight), ctx.sum_group).wait() if needs_x else None
         grad_bias = grad_output.reshape(-1, grad_output.shape[-1]).sum(dim=0) if needs_bias else None
         return grad_x, None, grad_bias, *(None for _ in others)
-
-
-def _summed(grad: Tensor, ctx: Any) -> Pending:
-    """Starts the reduction of an input's gradient if ctx.sums: reduce-scatter with ctx.gathers, else all-reduce."""
-    if not ctx.sums:
-        return Pending(grad, None)
-    return reduce_scatter_rows(grad, ctx.group) if ctx.gathers else all_reduce_sum(grad, ctx.group)
-
-
-def _whole(x: Tensor, ctx: Any) -> Pending:
-    return all_gather_rows(x, ctx.group) if ctx.gathers else Pending(x, None)
 
 
 def _require_plain_product(
