@@ -148,7 +148,7 @@ def assert_capturable(generators: Sequence[torch.Generator] = ()) -> Iterator[Re
     - Older memory that is resized inside. Replays use the old address.
     """
     watch = _Watch(generators, stops=True)
-    with _watched(watch):
+    with _monitoring(watch):
         yield watch.region
     watch.region.check_memory()
     if watch.region.refusals:
@@ -166,33 +166,32 @@ def collect_refusals(
     shares its memory.
     """
     watch = _Watch(generators, stops=False, memory=None if goes_on_with is None else goes_on_with.memory)
-    with _watched(watch):
+    with _monitoring(watch):
         yield watch.region
 
 
 @contextmanager
-def _watched(watch: "_Watch") -> Iterator[None]:
-    functions = _Functions(watch)
-    with ExitStack() as stack:
-        stack.enter_context(_reads_of_threads_watched(watch))
-        stack.enter_context(_on_in_backward(functions))
-        stack.enter_context(_Operators(watch))
-        stack.enter_context(functions)
-        stack.callback(sys.setprofile, sys.getprofile())
+def _monitoring(watch: "_Watch") -> Iterator[None]:
+    """Installs the monitors of a region; see [Note: monitored calls]."""
+    functions, profile = _Functions(watch), sys.getprofile()
+    with _monitoring_threads(watch), _active_in_backward(functions), _Operators(watch), functions:
         sys.setprofile(_Calls(watch))
-        yield
+        try:
+            yield
+        finally:
+            sys.setprofile(profile)
 
 
 @contextmanager
-def _on_in_backward(functions: TorchFunctionMode) -> Iterator[None]:
+def _active_in_backward(functions: TorchFunctionMode) -> Iterator[None]:
     """Keeps the mode active inside backward. torch disables it within torch functions, but backward runs user code."""
     run_backward = torch.autograd._engine_run_backward
 
-    def run_watched(*args: Any, **named: Any) -> Any:
+    def run_monitored(*args: Any, **named: Any) -> Any:
         with functions:
             return run_backward(*args, **named)
 
-    torch.autograd._engine_run_backward = run_watched
+    torch.autograd._engine_run_backward = run_monitored
     try:
         yield
     finally:
@@ -200,13 +199,13 @@ def _on_in_backward(functions: TorchFunctionMode) -> Iterator[None]:
 
 
 @contextmanager
-def _reads_of_threads_watched(watch: "_Watch") -> Iterator[None]:
+def _monitoring_threads(watch: "_Watch") -> Iterator[None]:
     """Records reads of the region's memory by other threads as refusals. Raising there could leave ranks waiting."""
     own = threading.current_thread()
     # Fills torch's cached table of names while no method is patched.
     resolve_name(Tensor.item)
 
-    def watched(name: str) -> Callable[..., Any]:
+    def monitored(name: str) -> Callable[..., Any]:
         read = getattr(Tensor, name)
 
         def read_in_any_thread(tensor: Tensor, *args: Any, **named: Any) -> Any:
@@ -223,7 +222,7 @@ def _reads_of_threads_watched(watch: "_Watch") -> Iterator[None]:
 
     with ExitStack() as stack:
         for name in READS_OF_THREADS:
-            stack.enter_context(patch.object(Tensor, name, watched(name), create=True))
+            stack.enter_context(patch.object(Tensor, name, monitored(name), create=True))
         yield
 
 
