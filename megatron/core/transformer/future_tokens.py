@@ -56,7 +56,7 @@ class FutureTokens:
     def ahead(self, distance: int) -> FutureToken:
         """Returns the tokens `distance` positions ahead. distance: from 1 to num_ahead."""
         tokens, positions, labels, mask = (self._at(extended, distance) for extended in self._extended)
-        weights = torch.where(self._is_inside(distance) & (labels >= 0), mask, 0)
+        weights = torch.where(self._is_in_document(distance) & (labels >= 0), mask, 0)
         padding = self.padding_mask
         if padding is not None:
             padding = padding | self._at(self._with_following(padding), distance)
@@ -97,21 +97,22 @@ class FutureTokens:
     def _at(self, extended: Tensor, distance: int) -> Tensor:
         return extended[..., distance : extended.shape[2] - self.num_ahead + distance].flatten(1)
 
-    def _is_inside(self, distance: int) -> Tensor:
+    def _is_in_document(self, distance: int) -> Tensor:
         """Returns whether the token at this distance belongs to the same document: [B, S] or [1, S], bool."""
         device, length = self.input_ids.device, self.input_ids.shape[1] * group_size(self.cp_group)
-        # [1, S]: positions in the whole sequence.
-        places = torch.cat([torch.arange(c.start, c.stop, device=device) for c in self._chunks]).unsqueeze(0)
-        inside = places + distance < length
+        # Positions in the whole sequence: [1, S].
+        here = torch.cat([torch.arange(c.start, c.stop, device=device) for c in self._chunks]).unsqueeze(0)
+        there = here + distance
+        found = there < length
         if self.packed_seq_params is not None:
-            samples = torch.arange(len(self.input_ids), device=device).unsqueeze(1) * length
+            # A token's segment is the number of segments that end at or before it, over the sequences of a batch.
+            firsts = torch.arange(len(self.input_ids), device=device).unsqueeze(1) * length
             ends = self.packed_seq_params.borders_on(device)[1:]
-            # The index of a token's segment is the number of segments that end at or before it.
-            here, there = (torch.bucketize(samples + p, ends, right=True) for p in (places, places + distance))
-            inside = inside & (here == there)
+            segments = [torch.bucketize(firsts + places, ends, right=True) for places in (here, there)]
+            found = found & (segments[0] == segments[1])
         if self.attention_mask is not None:
-            # [B or 1, S, S]. A token attends only to earlier tokens of its document.
+            # [B or 1, S, S], True where forbidden. A token attends only to earlier tokens of its document.
             mask = self.attention_mask.expand(*self.attention_mask.shape[:-2], length, length)
             forbidden = mask.reshape(-1, length, length).diagonal(-distance, dim1=1, dim2=2)
-            inside = inside & ~F.pad(forbidden, (0, distance), value=True)[:, :length]
-        return inside
+            found = found & ~F.pad(forbidden, (0, distance), value=True)[:, :length]
+        return found
