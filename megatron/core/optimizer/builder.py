@@ -113,7 +113,7 @@ def get_megatron_optimizer(
     modules = (module for chunk in chunks for module in chunk.modules())
     layers = [one for one in modules if isinstance(one, ClipsLogits) and one.largest_logits is not None]
     params = [slot.param for slot in slots]
-    logits = AttentionLogits(layers, params, group=groups.dp_cp, device=device) if layers else None
+    logits = [AttentionLogits(layers, params, group=groups.dp_cp, device=device)] if layers else []
     parts = OptimizerParts(rules, ranges, chunks, stats, device, pieces, logits)
     gloo = groups.tp_dp_cp_host if use_gloo_process_groups and group_size(groups.tp) == 1 else None
     optimizer = _optimizer_of(parts, config, chunks=chunks if is_sharded else None, gloo=gloo)
@@ -202,7 +202,7 @@ def _optimizer_of(
     if len(parts.rules) == 1:
         return one_of(parts)
     # The chain performs the updates, with one norm of all ranges in the order of the buffers.
-    alone = [dataclasses.replace(parts, rules=[rule], runs=rule.runs, logits=None) for rule in parts.rules]
+    alone = [dataclasses.replace(parts, rules=[rule], runs=rule.runs, logits=[]) for rule in parts.rules]
     return ChainedOptimizer([one_of(some) for some in alone], parts=parts)
 
 

@@ -161,8 +161,7 @@ class MegatronOptimizer:
         for scheduler in self._schedulers:
             scheduler.iteration.has_optimizer = True
         self._grad_stats = parts.grad_stats
-        self._logits = parts.logits
-        self._watched = [] if parts.logits is None else [parts.logits]
+        self._logits = list(parts.logits)
         # Between prepare_grads and step_with_ready_grads.
         self._prepared: _PreparedStep | None = None
         self._last_norm = 0.0
@@ -215,7 +214,7 @@ class MegatronOptimizer:
 
         set_to_none: whether `param.grad` becomes None or zeros; gradients in a wrapper's buffers become zeros.
         """
-        for logits in self._watched:
+        for logits in self._logits:
             logits.reset()
         for chunk in self._model_chunks:
             # Not `param.grad = None`, because gradients are in flat buffers, whose memory is persistent.
@@ -229,7 +228,7 @@ class MegatronOptimizer:
 
     def forget_attention_logits(self) -> None:
         """Drops the largest attention scores of discarded passes since the last step."""
-        for logits in self._watched:
+        for logits in self._logits:
             logits.reset()
 
     def largest_attention_logit_sync(self) -> float | None:
@@ -239,7 +238,7 @@ class MegatronOptimizer:
         step.
         """
         largest = torch.full((), -torch.inf, dtype=torch.float64, device=self._device_scale.device)
-        for logits in self._watched:
+        for logits in self._logits:
             largest.copy_(torch.maximum(largest, logits.largest))
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.all_reduce(largest, op=dist.ReduceOp.MAX)
@@ -292,7 +291,7 @@ class MegatronOptimizer:
         # Before any change on this rank, because other ranks may have caught an error after the reduction of gradients.
         for scheduler in self._schedulers:
             scheduler.step()
-        for logits in self._watched:
+        for logits in self._logits:
             logits.collect()
         # One pass computes norm and overflow, because the norm is finite only if every gradient is. The norm is
         # bit-identical on all ranks, so all ranks make the same decision without communication. `_decide` makes this
@@ -387,7 +386,7 @@ class MegatronOptimizer:
         """
         self.config.validate_device_step()
         self._decays_on_device = self._weight_decays()
-        for logits in self._watched:
+        for logits in self._logits:
             logits.collect()
         decision = _decide(
             self._grad_stats.norm(), loss_scale=self._device_scale, discard=discard, clip_grad=self.config.clip_grad
@@ -677,10 +676,10 @@ class MegatronOptimizer:
         chosen = frozenset(ranges)
         if not self._grad_stats.is_updated:
             self.update_ranges(scale, chosen, rules=rules)
-        if self._logits is not None:
-            # A range belongs to one rule. Scaled here, before a DistributedOptimizer gathers it.
-            stepped = (one for rule in rules for one in rule.runs if one in chosen)
-            self._logits.rescale(stepped, skip=None if scale.skip is None else scale.skip.detach())
+        # A range belongs to one rule. Scaled here, before a DistributedOptimizer gathers it.
+        stepped = [one for rule in rules for one in rule.runs if one in chosen] if self._logits else []
+        for logits in self._logits:
+            logits.rescale(stepped, skip=None if scale.skip is None else scale.skip.detach())
 
     @contextmanager
     def _whole_update(self) -> Iterator[None]:
@@ -811,8 +810,6 @@ class ChainedOptimizer(MegatronOptimizer):
         super().__init__(
             chained[0].optimizer, chained[0].config, grad_scaler=chained[0].grad_scaler, parts=parts or _joined(chained)
         )
-        if parts is None:
-            self._watched = [logits for one in chained for logits in one._watched]
 
     @property
     def state(self) -> ProxyDict:
@@ -944,6 +941,7 @@ def _joined(chained: Sequence[MegatronOptimizer]) -> OptimizerParts:
         chained[0]._grad_stats if len(chained) == 1 else _JoinedStats([one._grad_stats for one in chained]),
         chained[0]._device_scale.device,
         {name: pieces for one in chained for name, pieces in one._pieces.items()},
+        [logits for one in chained for logits in one._logits],
     )
 
 

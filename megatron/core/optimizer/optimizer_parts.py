@@ -37,8 +37,8 @@ class OptimizerParts:
     """The parts of a MegatronOptimizer. runs: the flat ranges of all rules. device: the model's device.
 
     model_chunks: wrapped chunks whose gradients a step resets and whose updates it records; empty if the optimizer was
-    built over bare parameters. pieces: the logical pieces of the chunks' parameters, by name. logits: None unless the
-    model's attention computes its largest scores.
+    built over bare parameters. pieces: the logical pieces of the chunks' parameters, by name. logits: empty unless
+    the model's attention computes its largest scores.
     """
 
     rules: Sequence[UpdateRule]
@@ -47,7 +47,7 @@ class OptimizerParts:
     grad_stats: GradStats
     device: torch.device
     pieces: Mapping[str, list[LogicalPiece]]
-    logits: AttentionLogits | None = None
+    logits: Sequence[AttentionLogits] = ()
 
 
 def parts_over_params(

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel.random import CheckpointFunction, checkpoint
 from megatron.core.transformer import attention_tiles
@@ -105,6 +106,22 @@ def test_a_clipped_step_divides_the_scores_of_heads_above_the_threshold(fields, 
     changed = {n for (n, p), q in zip(model.named_parameters(), before.parameters()) if not torch.equal(p, q)}
     names = ("linear_qkv.", "linear_q_proj.", "linear_q_up_proj.", "linear_kv_up_proj.")
     assert changed and all(any(name in one for name in names) for one in changed)
+
+
+@pytest.mark.parametrize("is_on_device", [False, True])
+def test_a_chain_of_optimizers_clips_as_they_do(is_on_device):
+    model = clipping_model(**GROUPED)
+    wrapped, optimizer = wrap_and_build(model, lr=1e-30, weight_decay=0.0)
+    chained = ChainedOptimizer([optimizer])
+    chained.zero_grad()
+    loss_of(model).backward()
+    wrapped.finish_grad_sync()
+    if is_on_device:
+        chained.prepare_device_step()
+        chained.settle_step_sync(chained.step_on_device())
+    else:
+        chained.step()
+    assert observed(copy.deepcopy(model))[0].max() < THRESHOLD + 1e-6 < chained.largest_attention_logit_sync()
 
 
 def test_a_group_shares_the_smallest_factor_of_its_heads():
