@@ -219,7 +219,13 @@ def lay_out(
     Raises TypeError for a number that is not an integer. Raises ValueError for a number that is too small, for an index
     out of range, and if own_bucket or num_buckets is combined with split.
     """
-    _check_numbers(sizes, num_shards=num_shards, bucket_size=bucket_size, num_buckets=num_buckets)
+    _check_integer("num_shards", num_shards, at_least=1)
+    if bucket_size is not None:
+        _check_integer("bucket_size", bucket_size, at_least=1)
+    if num_buckets is not None:
+        _check_integer("num_buckets", num_buckets, at_least=1)
+    for index, size in enumerate(sizes):
+        _check_integer(f"sizes[{index}]", size, at_least=0)
     _check_own_bucket(own_bucket, num_params=len(sizes))
     if split and (own_bucket or num_buckets is not None):
         raise ValueError(
@@ -284,16 +290,12 @@ class _Placement:
         return BufferLayout(tuple(self.spans), tuple(self.buckets), num_shards)
 
 
-def _check_numbers(sizes: Sequence[int], **named: int | None) -> None:
-    for name, value in {**named, **{f"sizes[{index}]": size for index, size in enumerate(sizes)}}.items():
-        least = 0 if name.startswith("sizes") else 1
-        if value is None and name != "num_shards" and least:
-            continue
-        # Python accepts a bool as an int, but for a user it is a mistake.
-        if not isinstance(value, int) or isinstance(value, bool):
-            raise TypeError(f"{name} is {value!r}: must be an integer")
-        if value < least:
-            raise ValueError(f"{name} is {value}: must be at least {least}")
+def _check_integer(name: str, value: object, *, at_least: int) -> None:
+    # Python accepts a bool as an int, but for a user it is a mistake.
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} is {value!r}: must be an integer")
+    if value < at_least:
+        raise ValueError(f"{name} is {value}: must be at least {at_least}")
 
 
 def _check_own_bucket(own_bucket: Collection[int], *, num_params: int) -> None:

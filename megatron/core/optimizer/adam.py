@@ -210,11 +210,11 @@ def adam_step(
         return
     scaled = _Scaled(_divisor_on(scale, updates[0].state.step.device), scale.skip)
     counts = _next_counts([update.state for update in updates], rates)
-    whole: dict[torch.dtype, list[_Operands]] = {}
+    in_place: dict[torch.dtype, list[_Operands]] = {}
     for update, count in zip(updates, counts):
-        operands = _whole(update, count) if scaled.divisor is None or grads is GradUse.DIVIDE else None
+        operands = _operands_in_place(update, count) if scaled.divisor is None or grads is GradUse.DIVIDE else None
         if operands is not None:
-            whole.setdefault(operands.main.dtype, []).append(operands)
+            in_place.setdefault(operands.main.dtype, []).append(operands)
         elif HAS_TRITON and update.grad.is_cuda and update.state.step.is_cuda and _is_one_pass(update.state):
             triton_adam.step_run(
                 update.state.stored,
@@ -232,7 +232,7 @@ def adam_step(
             )
         else:
             _step_in_pieces(update, rates, count=count, scaled=scaled, grads=grads)
-    for together in whole.values():
+    for together in in_place.values():
         _step_together(together, rates, scaled=scaled)
     _count([update.state for update in updates], skip=scaled.skip)
 
@@ -289,19 +289,20 @@ class _Operands:
         ]
 
 
-def _whole(update: AdamUpdate, count: torch.Tensor) -> _Operands | None:
-    """Returns the operands that update a whole range in one kernel call, or None if the range must be converted.
+def _operands_in_place(update: AdamUpdate, count: torch.Tensor) -> _Operands | None:
+    """Returns the operands with which the kernel updates a range in place, or None if numbers must be converted.
 
-    A range must be converted if its tensors differ in dtype or device, or are not stored in plain form.
+    The kernel requires plain masters and moments, and a gradient and parameters of their dtype and device.
     """
-    state, out = update.state, update.out
-    tensors = [stored.tensor for stored in state.stored if isinstance(stored, Plain)]
-    others = [update.grad] if out is None else [update.grad, out]
-    kind = (state.wide, state.step.device)
-    if len(tensors) < 3 or any((tensor.dtype, tensor.device) != kind for tensor in others):
+    main, exp_avg, exp_avg_sq = update.state.stored
+    if not (isinstance(main, Plain) and isinstance(exp_avg, Plain) and isinstance(exp_avg_sq, Plain)):
         return None
-    main, exp_avg, exp_avg_sq = tensors
-    return _Operands(main, update.grad, exp_avg, exp_avg_sq, count, out, update.ranges)
+    for tensor in (update.grad, update.out):
+        if tensor is not None and (tensor.dtype != main.tensor.dtype or tensor.device != main.tensor.device):
+            return None
+    return _Operands(
+        main.tensor, update.grad, exp_avg.tensor, exp_avg_sq.tensor, count, out=update.out, ranges=update.ranges
+    )
 
 
 def _step_together(operands: Sequence[_Operands], rates: AdamRates, *, scaled: _Scaled) -> None:

@@ -80,7 +80,7 @@ class DynamicGradScaler(MegatronGradScaler):
         growth_interval: int,
         hysteresis: int,
     ):
-        _check_numbers(
+        _check_finite(
             initial_scale=initial_scale,
             min_scale=min_scale,
             growth_factor=growth_factor,
@@ -142,7 +142,7 @@ class DynamicGradScaler(MegatronGradScaler):
         self._overflows_left = min(int(state_dict["hysteresis_tracker"]), self._hysteresis)
 
 
-def _check_numbers(**values: object) -> None:
+def _check_finite(**values: object) -> None:
     """Raises ValueError if a keyword argument is not a finite number."""
     for name, value in values.items():
         if not isinstance(value, int | float) or not math.isfinite(value):
