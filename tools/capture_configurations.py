@@ -1,7 +1,7 @@
 """Lists the configurations of the table in docs/cuda_graphs.md with their expected results.
 
 Each model is as small as possible. Used by write_capture_table.py and by the test that checks every configuration.
-graph_safety decides what a graph can capture.
+megatron/core/graphs/safety.py decides what a graph can capture.
 """
 
 from dataclasses import dataclass

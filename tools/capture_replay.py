@@ -1,11 +1,11 @@
-"""Trains the first steps of a command line twice on the CPU, eagerly and with tapes instead of CUDA graphs, and checks
-that the results are bitwise equal. Used by `check_capture.py --replay`. Tapes are defined in core/graphs/.
+"""Compares training with CUDA graphs, which tapes replace on the CPU, with eager training of the same command line.
 
-Finds host values that change between steps, which checking a single step cannot find: a graph would keep using the
-number, list or flag that it captured. Both runs use --deterministic-mode.
+Used by `check_capture.py --replay`. core/graphs/tape.py defines tapes. It finds host values that change between steps,
+which checking a single step cannot find: a graph would keep using the number, list or flag that it captured. Both runs
+use --deterministic-mode.
 
-Compares the report of every step, and the final parameters, buffers and optimizer states. Does not compare other host
-state or other tensors.
+The report of every step, and the final parameters, buffers and optimizer states must be bitwise equal. Other host state
+and other tensors are not compared.
 """
 
 import hashlib

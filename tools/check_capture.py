@@ -1,8 +1,9 @@
-"""Checks without a GPU whether one CUDA graph can capture a training step: `python tools/check_capture.py` with flags
-of pretrain_gpt.py. With --optimizer-cuda-graph the graph includes the optimizer step. With --cuda-graph-impl local the
-tool checks the parts of layers named by --cuda-graph-modules. Exit status: 0 if capture works, 1 if not. All reasons
-are printed. With --replay N it also trains N more steps with tapes, which behave like graphs, and compares the results
-(capture_replay.py).
+"""Checks without a GPU whether one CUDA graph can capture a training step: `python tools/check_capture.py FLAGS`.
+
+FLAGS are those of pretrain_gpt.py. With --optimizer-cuda-graph the graph includes the optimizer step. With
+--cuda-graph-impl local the tool checks the parts of layers named by --cuda-graph-modules. Exit status: 0 if capture
+works, 1 if not. All reasons are printed. With --replay N it also trains N more steps with tapes, which behave like
+graphs, and compares the results (capture_replay.py).
 
 Trains two steps on mock tokens and checks the third as if it were captured. Loads and writes no files. Start it with
 torchrun if the layout needs several processes. Model size does not affect capture: if the model is too large for this

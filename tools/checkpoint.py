@@ -1,7 +1,8 @@
-"""Inspects and converts checkpoints: `tools/checkpoint.py inspect | verify | diff | prune | convert | merge`, each with
---help.
+"""Inspects and converts checkpoints: `tools/checkpoint.py inspect | verify | diff | prune | convert | merge`.
 
-Exit status of verify: 1 if anything is damaged. Exit status of diff: 1 if a tensor differs, 2 if one cannot be read.
+Each command has --help. Exit status of verify: 1 if anything is damaged. Exit status of diff: 1 if a tensor differs, 2
+if one cannot be read.
+
 This file contains the command line and its output. Each format has a separate module.
 """
 

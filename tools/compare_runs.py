@@ -1,8 +1,7 @@
-"""Finds the step at which the losses of two runs diverge: `python tools/compare_runs.py A B`, each a folder with
-steps.jsonl.
+"""Finds the step at which the losses of two runs diverge: `python tools/compare_runs.py A B`.
 
-Exit status: 0 if no common step differs by more than --rtol (0: bitwise), 1 if one does or there is no common step, 2
-if a log cannot be read. Time and memory are not compared.
+A and B are folders with steps.jsonl. Exit status: 0 if no common step differs by more than --rtol (0: bitwise), 1 if
+one does or there is no common step, 2 if a log cannot be read. Time and memory are not compared.
 """
 
 import argparse

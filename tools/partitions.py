@@ -1,7 +1,6 @@
-"""Splits the input into partitions that are encoded one after the other, and stores finished partitions in a folder so
-that an interrupted run can be continued.
+"""Splits the input of a tokenization into partitions, and stores finished partitions in a folder.
 
-Does not encode documents.
+Partitions are encoded one after the other, so that an interrupted run can be continued. This file encodes no documents.
 """
 
 import fcntl

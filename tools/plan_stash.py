@@ -1,10 +1,9 @@
-"""Plans the paged stash before a run: `python tools/plan_stash.py FLAGS OF pretrain_gpt.py --world-size 64 --trace
-FILE`, or `--skew dirichlet:0.3` without a recorded trace.
+"""Plans the paged stash before a run: `python tools/plan_stash.py FLAGS --world-size 64 --trace FILE`.
 
-FLAGS are the flags of the run, including presets and --config. --moe-paged-stash and its factors may be omitted. FILE
-is a trace that --record-routing wrote in a run of the same model, in any layout. Reports how often pages would run out
-for various factors and page sizes, sufficient flags, the cost of spilling and recomputation, and whether the stash
-pays off.
+FLAGS are the flags of pretrain_gpt.py for the run, including presets and --config. --moe-paged-stash and its factors
+may be omitted. FILE is a trace that --record-routing wrote in a run of the same model, in any layout. Without a trace,
+`--skew dirichlet:0.3` draws a routing. Reports how often pages would run out for various factors and page sizes,
+sufficient flags, the cost of spilling and recomputation, and whether the stash pays off.
 """
 
 import argparse

@@ -1,5 +1,4 @@
-"""Writes the text that every Python installation contains as a corpus: `python tools/python_corpus.py --output
-corpus.jsonl`.
+"""Writes the text of the Python installation as a corpus: `python tools/python_corpus.py --output corpus.jsonl`.
 
 Documents: modules of the standard library, topics of the language reference, docstrings of modules written in C.
 Downloads nothing. Other Python versions produce a different, similar corpus.

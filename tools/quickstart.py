@@ -173,9 +173,7 @@ def make_workspace(data: str | None, *, key: str = "text") -> Workspace:
 
 
 def check_key(texts: Sequence[Path], key: str) -> None:
-    """Raises ValueError or OSError if a table lacks the column, or if no document at the start of the text has text
-    under the key.
-    """
+    """Raises ValueError or OSError if a table lacks the column, or if no early document has text under the key."""
     columns = Columns((key,), flag="KEY= (--json-key)")
     check_tables(texts, columns)
     bad_lines: list[BadLine] = []

@@ -1,7 +1,6 @@
-"""Reads and follows the log of a run, complete or truncated: steps.jsonl and run.json, or a console log in Megatron's
-format.
+"""Reads and follows the log of a run, complete or truncated, without drawing it.
 
-Draws nothing.
+A log is steps.jsonl and run.json, or a console log in Megatron's format.
 """
 
 import json

@@ -1,9 +1,9 @@
-"""Checks that a change leaves flags, configurations and scripts as they are: `python tools/same_answers.py BASE_COMMIT`
-asks two versions the same questions.
+"""Checks that a change keeps flags, configurations and scripts as they are: `python tools/same_answers.py BASE_COMMIT`.
 
-The base is that commit, and the head is this working tree or the commit of --head. The questions are those of
-tools/gate/questions.py: values and errors of every flag and configuration field, complete command lines, and scripts
-that change arguments. Exit status: 0 if all answers are equal, 1 if not, 2 if a commit cannot be read.
+Asks two versions the same questions. The base is that commit, and the head is this working tree or the commit of
+--head. The questions are those of tools/gate/questions.py: values and errors of every flag and configuration field,
+complete command lines, and scripts that change arguments. Exit status: 0 if all answers are equal, 1 if not, 2 if a
+commit cannot be read.
 """
 
 import argparse

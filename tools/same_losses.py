@@ -1,9 +1,9 @@
-"""Checks that a change leaves all results bitwise equal: `python tools/same_losses.py BASE_COMMIT` trains with two
-versions.
+"""Checks that a change leaves all results bitwise equal: `python tools/same_losses.py BASE_COMMIT`.
 
-The base is that commit, and the head is this working tree or the commit of --head. Both run the small cases of
-tools/gate/cases.py at the same time, with the same Python. All logged and saved values must be bitwise equal, also when
-both resume a checkpoint of the base. Exit status: 0 if they are, 1 if not, 2 if a commit cannot be read.
+Trains with two versions. The base is that commit, and the head is this working tree or the commit of --head. Both run
+the small cases of tools/gate/cases.py at the same time, with the same Python. All logged and saved values must be
+bitwise equal, also when both resume a checkpoint of the base. Exit status: 0 if they are, 1 if not, 2 if a commit
+cannot be read.
 """
 
 import argparse

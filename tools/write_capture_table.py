@@ -1,7 +1,7 @@
-"""Writes the table of docs/cuda_graphs.md with the configurations that CUDA graphs can capture, from the results of
-the linter: `python -m tools.write_capture_table`. Starts the required processes and takes about a minute.
+"""Writes the table of docs/cuda_graphs.md, from the results of the linter: `python -m tools.write_capture_table`.
 
-capture_configurations.py lists the configurations, and check_capture.py checks a command line.
+The table shows the configurations that CUDA graphs can capture. The program starts the required processes and takes
+about a minute. capture_configurations.py lists the configurations, and check_capture.py checks a command line.
 """
 
 import json

@@ -1,7 +1,6 @@
-"""Writes the table of docs/plan_accuracy.md, which compares plans with published numbers: `python -m
-tools.write_plan_checks`. Takes about a minute.
+"""Writes the table of docs/plan_accuracy.md, with plans next to published numbers: `python -m tools.write_plan_checks`.
 
-Each row names its source. Nothing was measured on these machines.
+Takes about a minute. Each row names its source. Nothing was measured on these machines.
 """
 
 import re

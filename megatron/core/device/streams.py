@@ -1,7 +1,7 @@
 """Ordering and timing of device work: synchronization, timestamps, and streams in addition to the main stream.
 
-A CPU has no streams. Work completes before its call returns, so the classes below never wait. On a GPU, times and
-synchronization have been tested, but the copies of CopyStream have not.
+A CPU has no streams. Work completes before its call returns, so the classes below never wait. The file imports torch
+alone, so that the paged stash may use it.
 
 [Note: memory across streams] The caching allocator reuses freed memory for the stream that allocated it, in the order
 of that stream. A tensor that another stream still uses must be recorded there (record_stream). Otherwise its memory is

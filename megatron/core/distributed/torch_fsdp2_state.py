@@ -1,8 +1,9 @@
 """torch's private state of a module that fully_shard has sharded: shards, gathered parameters and module changes.
 
-This is the only file that uses torch's private names; versions of torch without them are rejected. ParamShard is this
-rank's part of a parameter. GatheredParams frees parameters that an update has made stale. WrappedShards detects changes
-to the module that its shards do not reflect. The flat tensors that hold shards are in torch_fsdp2_shards.py.
+No other file of this package uses the private names of fully_shard; versions of torch without them are rejected.
+ParamShard is this rank's part of a parameter. GatheredParams frees parameters that an update has made stale.
+WrappedShards detects changes to the module that its shards do not reflect. The flat tensors that hold shards are in
+torch_fsdp2_shards.py.
 """
 
 import weakref

@@ -458,8 +458,8 @@ class MegatronOptimizer:
         """Copies the model's parameters to the fp32 masters, after weights were loaded without optimizer state.
 
         Required after writes between steps to `param.data` or by collectives such as dist.broadcast; other writes are
-        detected (see ParamWrites).
-        state_dict: must be None. Megatron uses it to set masters from a model state with higher precision.
+        detected (see ParamWrites). state_dict: must be None. Megatron uses it to set masters from a model state with
+        higher precision.
         """
         why = "masters are set to the parameters' values; convert the checkpoint, or load it with its optimizer state"
         require_defaults("reload_model_params", why, state_dict=(state_dict, None))

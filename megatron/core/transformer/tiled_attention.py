@@ -156,6 +156,7 @@ def attend_in_tiles(query: Tensor, *, key: Tensor, value: Tensor, plan: TilePlan
     1. Receives the keys and values of other ranks, in blocks or in one gather.
     2. Computes, for each block, the tiles visible to this rank's queries with their log-sum-exp.
     3. Merges the tiles and the sink into one softmax in fp32 (fp64 for fp64 inputs).
+
     Backward recomputes each tile from the merged log-sum-exp and sends gradients to the owners of the keys and values.
 
     query: [S / size, B, N, D]; key: [S / size, B, G, D]; value: [S / size, B, G, E], any float dtype, where G divides

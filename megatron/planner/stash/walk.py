@@ -350,6 +350,7 @@ class StageWalk:
     1. plan: sizes the pools for steps with a number of microbatches.
     2. outcomes: simulates the pools in some steps, without learning from them.
     3. learn: learns the rows of completed steps. requested_sizes: returns the sizes that a discarded step requires.
+
     layouts: the pool of each rank, None without a stash.
     """
 

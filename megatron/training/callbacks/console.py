@@ -211,8 +211,9 @@ def _short_count(count: int) -> str:
 
 
 def _fitted(fields: Sequence[_Field], events: Sequence[_Field], *, width: int) -> str:
-    """Joins usual fields and events. If they need more than `width` columns, shortens all of them, and then drops the
-    last usual fields, so that events remain.
+    """Joins usual fields and events into a line of at most `width` columns, if possible.
+
+    Shortens all of them if necessary, and then drops the last usual fields, so that events remain.
     """
     line = "  ".join(field.text for field in [*fields, *events])
     for kept in range(len(fields), 0, -1):

@@ -201,11 +201,12 @@ class ExpertMemory:
     2. begin_step: sets the order of the step's passes, and clears buffers and pages.
     3. overflow_flags: whether rows or pages were missing. If so on any rank, call grow_sync and repeat from begin_step.
     4. end_step: reads and records the row and page requirements of the step.
+
     step: the ExpertStep that the layers share. last_step: measurements of the last complete training step.
-    release_graphs: called before pages or buffers are replaced, to drop the graphs that use them.
-    epoch: increases when captured steps can no longer be replayed, because shapes, the pool, the stash for a number of
-    microbatches, or the order of that stash changed. A change of the reserve does not increase it. Read it after
-    begin_step. Ranks may have different epochs.
+    release_graphs: called before pages or buffers are replaced, to drop the graphs that use them. epoch: increases when
+    captured steps can no longer be replayed, because shapes, the pool, the stash for a number of microbatches, or the
+    order of that stash changed. A change of the reserve does not increase it. Read it after begin_step. Ranks may have
+    different epochs.
     """
 
     def __init__(

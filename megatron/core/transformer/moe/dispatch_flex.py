@@ -1,7 +1,8 @@
 """Dispatchers for --moe-token-dispatcher-type flex, which move tokens with a communication library.
 
 The choice of a backend and its hardware requirements come first, followed by the backends: DeepEP, and torch's
-symmetric memory. Both fill the static buffers of dispatch_static.py. Neither has run on a GPU yet.
+symmetric memory. Both fill the static buffers of dispatch_static.py. On GPUs, symmetric memory was tested with one rank
+and DeepEP not yet; see docs/gpu_results.md.
 
 T tokens of this rank, N tokens that this rank receives, H hidden, K choices of a token, C rows of the buffer.
 """

@@ -539,8 +539,8 @@ def sinkhorn(cost: Tensor, tol: float = 1e-4, *, max_iterations: int = 50, valid
     """Alternately scales rows and columns of exp(cost) until the experts share the tokens evenly.
 
     cost: [T, E], fp32 or fp64. valid: [T], bool, the T tokens to balance; None means all. Rows of other tokens are 0.
-    Returns [T, E], same dtype: rows sum to 1 / T, columns to about 1 / E. Once the factors
-    of the columns change by less than `tol` on average, all factors are frozen; the device decides this without a sync.
+    Returns [T, E], same dtype: rows sum to 1 / T, columns to about 1 / E. Once the factors of the columns change by
+    less than `tol` on average, all factors are frozen; the device decides this without a sync.
     """
     num_tokens: Tensor | int = len(cost)
     num_experts = cost.shape[1]

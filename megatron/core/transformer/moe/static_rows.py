@@ -223,6 +223,7 @@ def order_slots(
     Slots of one expert keep their order. Within a part, the rows of each expert begin at a multiple of `alignment`, and
     rows beyond rows_per_part are dropped. expert_indices: [T, K], int64 or int32; only slots of the num_experts experts
     starting at first_expert receive a row.
+
     Returns slot_of_row, token_of_row, row_of_slot: as in StaticOrder; wanted: [num_experts], int64, the slots of each
     expert; kept: [num_experts], int64, the rows of each expert in the buffer, alignment included; rows_needed: [1],
     int64, the smallest rows_per_part that drops nothing; num_rows: [1], int64, the sum of kept.

@@ -35,8 +35,8 @@ class Tier(enum.Enum):
 class PoolLayout:
     """Sizes of a pool's two tiers.
 
-    page_bytes: a positive multiple of 16. device_pages, host_pages: at least 0, and at least 1 in total.
-    Raises ValueError for other values.
+    page_bytes: a positive multiple of 16. device_pages, host_pages: at least 0, and at least 1 in total. Raises
+    ValueError for other values.
     """
 
     page_bytes: int

@@ -30,6 +30,7 @@ class Reserve:
        be as large as the largest known group. Every x receives pages unless a group turns out larger. gate_up may be
        dropped before act.
     3. If the order is unknown, gate_up and act receive no pages.
+
     A step that departs from its order is in case 3 from then on. Pages that gate_up and act already have are kept.
 
     With a smaller share, every group is assumed to have exactly that share of max_rows, including open groups, whose
