@@ -11,9 +11,10 @@ and rounds them differently. To be bit-identical to torch.optim, the kernel must
 """
 
 import importlib.util
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -40,8 +41,8 @@ if HAS_TRITON:
     from megatron.core.optimizer import triton_adam
 
 _NARROW = (torch.float16, torch.bfloat16)
-# Names of the moments in checkpoints, which torch.optim's Adam also uses.
-EXP_AVG, EXP_AVG_SQ = "exp_avg", "exp_avg_sq"
+# Names of the moments in checkpoints, which torch.optim's Adam and SGD also use.
+EXP_AVG, EXP_AVG_SQ, _MOMENTUM = "exp_avg", "exp_avg_sq", "momentum_buffer"
 # Elements in one copy to or from the host, enough to hide the cost of its launch; a multiple of 64.
 HOST_CHUNK = 1 << 20
 
@@ -196,7 +197,6 @@ class AdamUpdate:
     ranges: Sequence[tuple[int, int]] | None = None
 
 
-@torch.no_grad()
 def adam_step(
     updates: Sequence[AdamUpdate], rates: AdamRates, *, scale: GradScale, grads: GradUse = GradUse.READ
 ) -> None:
@@ -208,33 +208,38 @@ def adam_step(
     """
     if not updates:
         return
-    scaled = _Scaled(_divisor_on(scale, updates[0].state.step.device), scale.skip)
-    counts = _next_counts([update.state for update in updates], rates)
-    in_place: dict[torch.dtype, list[_Operands]] = {}
-    for update, count in zip(updates, counts):
-        operands = _operands_in_place(update, count) if scaled.divisor is None or grads is GradUse.DIVIDE else None
-        if operands is not None:
-            in_place.setdefault(operands.main.dtype, []).append(operands)
-        elif HAS_TRITON and update.grad.is_cuda and update.state.step.is_cuda and _is_one_pass(update.state):
-            triton_adam.step_run(
-                update.state.stored,
-                update.grad,
-                out=update.out,
-                step=update.state.step,
-                lr=rates.lr,
-                betas=rates.betas,
-                eps=rates.eps,
-                weight_decay=rates.weight_decay,
-                adam_w_mode=rates.adam_w_mode,
-                bias_correction=rates.bias_correction,
-                divisor=scaled.divisor,
-                skip=scaled.skip,
-            )
-        else:
-            _step_in_pieces(update, rates, count=count, scaled=scaled, grads=grads)
-    for together in in_place.values():
-        _step_together(together, rates, scaled=scaled)
-    _count([update.state for update in updates], skip=scaled.skip)
+    with torch.no_grad():
+        scaled = _Scaled(_divisor_on(scale, updates[0].state.step.device), scale.skip)
+        states = [update.state for update in updates]
+        in_place: dict[torch.dtype, list[_Operands]] = {}
+        for update, count in zip(updates, _next_counts(states, rates)):
+            operands = _operands_in_place(update, count) if scaled.divisor is None or grads is GradUse.DIVIDE else None
+            if operands is not None:
+                in_place.setdefault(operands.main.dtype, []).append(operands)
+            elif HAS_TRITON and update.grad.is_cuda and update.state.step.is_cuda and _is_one_pass(update.state):
+                triton_adam.step_run(
+                    update.state.stored,
+                    update.grad,
+                    out=update.out,
+                    step=update.state.step,
+                    lr=rates.lr,
+                    betas=rates.betas,
+                    eps=rates.eps,
+                    weight_decay=rates.weight_decay,
+                    adam_w_mode=rates.adam_w_mode,
+                    bias_correction=rates.bias_correction,
+                    divisor=scaled.divisor,
+                    skip=scaled.skip,
+                )
+            else:
+                _step_in_pieces(update, rates, count=count, scaled=scaled, grads=grads)
+        for together in in_place.values():
+            # Overwrites gradients that it divides.
+            _fused_kernel(rates, skip=scaled.skip)(*_operand_lists(together), grad_scale=scaled.divisor)
+            for one in together:
+                if one.out is not None:
+                    scaled.put(one.out, one.main)
+        _count(states, skip=scaled.skip)
 
 
 @torch.no_grad()
@@ -305,14 +310,6 @@ def _operands_in_place(update: AdamUpdate, count: torch.Tensor) -> _Operands | N
     )
 
 
-def _step_together(operands: Sequence[_Operands], rates: AdamRates, *, scaled: _Scaled) -> None:
-    """Updates ranges of one dtype in one kernel call, which overwrites gradients that it divides."""
-    _fused_kernel(operands, rates, skip=scaled.skip, divisor=scaled.divisor)
-    for one in operands:
-        if one.out is not None:
-            scaled.put(one.out, one.main)
-
-
 def _is_one_pass(state: FlatAdam) -> bool:
     """Returns whether the Triton kernel updates a state on a GPU: fp32 states with remainders or scaled fp16."""
     stored = state.stored
@@ -358,9 +355,8 @@ def _step_piece(
     if divisor is not None and grads is GradUse.READ:
         # The kernel would overwrite the gradients that it divides.
         grad, divisor = grad / divisor, None
-    _fused_kernel(
-        [_Operands(main, grad, exp_avg, exp_avg_sq, count, ranges=ranges)], rates, skip=scaled.skip, divisor=divisor
-    )
+    operands = _Operands(main, grad, exp_avg, exp_avg_sq, count, ranges=ranges)
+    _fused_kernel(rates, skip=scaled.skip)(*_operand_lists([operands]), grad_scale=divisor)
     for stored, new in zip(state.stored, values):
         _write_back(stored, start, values=new, scaled=scaled)
 
@@ -374,6 +370,8 @@ def _next_counts(states: Sequence[FlatAdam], rates: AdamRates) -> list[torch.Ten
 
 def _count(states: Sequence[FlatAdam], *, skip: torch.Tensor | None) -> None:
     steps = [state.step for state in states]
+    if not steps:
+        return
     torch._foreach_add_(steps, 1.0)
     if skip is not None:
         torch._foreach_sub_(steps, [skip] * len(steps))
@@ -438,20 +436,13 @@ def _as_parameters(main: StoredFloats, start: int, *, end: int) -> torch.Tensor:
     return main.upper[start:end].view(torch.bfloat16) if isinstance(main, WithRemainder) else main.read(start, end)
 
 
-def _fused_kernel(
-    operands: Sequence[_Operands], rates: AdamRates, *, skip: torch.Tensor | None, divisor: torch.Tensor | None = None
-) -> None:
+def _fused_kernel(rates: AdamRates, *, skip: torch.Tensor | None) -> Callable[..., None]:
+    """Returns torch's fused kernel with the settings of a step; still missing are _operand_lists and `grad_scale`."""
     # torch.optim.adamw.adamw is not used, because it also counts steps and takes 1.5 times as long for a piece.
     kernel = torch._fused_adamw_ if rates.adam_w_mode else torch._fused_adam_
     beta1, beta2 = rates.betas
-    parts = [part for one in operands for part in one.parts()]
-    kernel(
-        [one.main for one in parts],
-        [one.grad for one in parts],
-        [one.exp_avg for one in parts],
-        [one.exp_avg_sq for one in parts],
-        [],
-        [one.count for one in parts],
+    return partial(
+        kernel,
         lr=rates.lr,
         beta1=beta1,
         beta2=beta2,
@@ -459,8 +450,20 @@ def _fused_kernel(
         eps=rates.eps,
         amsgrad=False,
         maximize=False,
-        grad_scale=divisor,
         found_inf=skip,
+    )
+
+
+def _operand_lists(operands: Sequence[_Operands]) -> tuple[list[torch.Tensor], ...]:
+    """Returns the operands in the order of the fused kernel's arguments, split where parameters end."""
+    parts = [part for one in operands for part in one.parts()]
+    return (
+        [one.main for one in parts],
+        [one.grad for one in parts],
+        [one.exp_avg for one in parts],
+        [one.exp_avg_sq for one in parts],
+        [],
+        [one.count for one in parts],
     )
 
 
@@ -537,6 +540,18 @@ class _Chunk:
     end: int
 
 
+@dataclass(frozen=True, eq=False)
+class _Batch:
+    """Ranges of the parameter group `number` whose states are on one device.
+
+    lr: the group's learning rate, for kernels: [], fp64 on the CPU, else fp32, on that device.
+    """
+
+    number: int
+    ranges: list[FlatParamRange]
+    lr: torch.Tensor
+
+
 class FusedRule:
     """Update rule of AdamW or SGD, whose kernel updates whole ranges and divides gradients while it reads them.
 
@@ -547,187 +562,141 @@ class FusedRule:
 
     def __init__(self, config: OptimizerConfig, runs: Sequence[FlatParamRange], *, groups: Sequence[GroupKey]) -> None:
         self.runs = list(runs)
-        self._members = [[one for one in runs if one.group == key] for key in groups]
-        self._group_of = _numbers_of(self._members)
+        members = [[one for one in runs if one.group == key] for key in groups]
         torch_groups = [
-            {"params": [param_range.stepped for param_range in members], **key.values(config)}
-            for key, members in zip(groups, self._members)
+            {"params": [one.stepped for one in ranges], **key.values(config)} for key, ranges in zip(groups, members)
         ]
-        if config.optimizer == "sgd":
+        # AdamW's state of each range; empty for SGD.
+        self._adam: dict[FlatParamRange, FlatAdam] = {}
+        self._is_sgd = config.optimizer == "sgd"
+        if self._is_sgd:
             # SGD adds weight decay to the gradient, as in Megatron; only Adam decouples it.
             self.optimizer: torch.optim.Optimizer = torch.optim.SGD(
                 torch_groups, lr=config.lr, momentum=config.sgd_momentum, fused=True
             )
-            self._states: _AdamStates | _SgdStates = _SgdStates(config, self.runs)
+            # A zero momentum gives the same first step as torch, which begins without a momentum.
+            names = [_MOMENTUM] if config.sgd_momentum > 0 else []
+            self._moments = {one: {name: zeros_beside(one.main, torch.float32) for name in names} for one in runs}
         else:
             betas = (config.adam_beta1, config.adam_beta2)
             self.optimizer = torch.optim.AdamW(torch_groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
-            self._states = _AdamStates(config, self.runs)
+            dtypes = {"exp_avg_dtype": config.exp_avg_dtype, "exp_avg_sq_dtype": config.exp_avg_sq_dtype}
+            self._adam = {one: FlatAdam.of_masters(one.main, **dtypes) for one in runs}
+            self._moments = {one: state.moments for one, state in self._adam.items()}
         # For scripts that look up moments in torch's optimizer; the kernels do not use it.
-        for one in self.runs:
-            moments = self._states.moments(one).items()
-            self.optimizer.state[one.stepped] = {name: kept.tensor for name, kept in moments if isinstance(kept, Plain)}
-        self._rates = [_rates_of(members) for members in self._members]
+        for one, moments in self._moments.items():
+            self.optimizer.state[one.stepped] = {
+                name: kept.tensor for name, kept in moments.items() if isinstance(kept, Plain)
+            }
+        self._batches = _batches_of(members)
+        self._batch_of = {one: batch for batch in self._batches for one in batch.ranges}
         self.refresh_rates()
-        on_host = [param_range for param_range in self.runs if _place(param_range).type == "cpu"]
+        on_host = [one for one in self.runs if self._batch_of[one].lr.device.type == "cpu"]
         self._overlapped = frozenset(on_host if config.overlap_cpu_optimizer_d2h_h2d else [])
         self._copies = _HostCopies(on_host) if self._overlapped else None
 
-    @torch.no_grad()
     def refresh_rates(self) -> None:
         # Groups hold plain numbers, which a schedule computes; graphs read these tensors in each replay.
-        for group, rates in zip(self.optimizer.param_groups, self._rates):
-            for rate in rates.values():
-                rate.fill_(group["lr"])
+        for batch in self._batches:
+            batch.lr.fill_(self.optimizer.param_groups[batch.number]["lr"])
 
-    @torch.no_grad()
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
         """Updates the rule's ranges contained in `runs`. State on the host does not support scale.skip."""
-        every = [_Settings(group, rates) for group, rates in zip(self.optimizer.param_groups, self._rates)]
-        for settings, members in zip(every, self._members):
-            chosen = [one for one in members if one in runs and one not in self._overlapped]
-            self._states.step(chosen, settings, scale=scale)
-            for param_range in chosen:
-                param_range.write_model()
-        if self._copies is not None:
-            # Last, so that updates on a GPU run while the host computes.
-            chosen = [one for one in self.runs if one in runs and one in self._overlapped]
-            for chunk, grad in self._copies.chunks(chosen):
-                self._states.step_chunk(chunk, grad, every[self._group_of[chunk.param_range]], scale=scale)
-            self._states.count_chunks(chosen, scale=scale)
+        with torch.no_grad():
+            for batch in self._batches:
+                chosen = [one for one in batch.ranges if one in runs and one not in self._overlapped]
+                if self._is_sgd:
+                    for together in _sgd_calls(chosen):
+                        self._step_sgd(together, batch, scale=scale)
+                else:
+                    updates = [AdamUpdate(self._adam[one], one.grad) for one in chosen]
+                    adam_step(updates, self._adam_rates(batch), scale=scale, grads=GradUse.DIVIDE)
+                for one in chosen:
+                    one.write_model()
+            if self._copies is not None:
+                # Last, so that updates on a GPU run while the host computes.
+                chosen = [one for one in self.runs if one in runs and one in self._overlapped]
+                for chunk, grad in self._copies.chunks(chosen):
+                    self._step_chunk(chunk, grad, scale=scale)
+                _count([self._adam[one] for one in chosen if one in self._adam], skip=scale.skip)
 
-    def flat_state(self, run: FlatParamRange) -> dict[str, StoredFloats]:
-        return self._states.moments(run)
-
-    def settings_in(self, run: FlatParamRange) -> list[tuple[Span, Mapping[str, Any]]]:
-        """Returns the settings of the range's group, which apply to the whole range."""
-        return [(Span(0, run.span.numel), self.optimizer.param_groups[self._group_of[run]])]
-
-    def step_counts(self) -> list[torch.Tensor]:
-        """Returns the step counter of each range, which callers may overwrite: [], fp32 each. SGD has none."""
-        return self._states.step_counts()
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """Settings of a torch parameter group as kernel arguments. rates: see _rates_of."""
-
-    group: dict[str, Any]
-    rates: dict[torch.device, torch.Tensor]
-
-    def of_adam(self, place: torch.device) -> AdamRates:
-        betas, eps, weight_decay = (self.group[name] for name in ("betas", "eps", "weight_decay"))
-        return AdamRates(self.rates[place], betas=betas, eps=eps, weight_decay=weight_decay)
-
-
-class _AdamStates:
-    """AdamW states of ranges, updated by adam_step."""
-
-    def __init__(self, config: OptimizerConfig, param_ranges: Sequence[FlatParamRange]) -> None:
-        exp_avg, exp_avg_sq = config.exp_avg_dtype, config.exp_avg_sq_dtype
-        self._of = {
-            one: FlatAdam.of_masters(one.main, exp_avg_dtype=exp_avg, exp_avg_sq_dtype=exp_avg_sq)
-            for one in param_ranges
-        }
-
-    def step(self, param_ranges: Sequence[FlatParamRange], settings: _Settings, *, scale: GradScale) -> None:
-        # Some states of a group may be in the host's memory.
-        for place in settings.rates:
-            updates = [AdamUpdate(self._of[one], one.grad) for one in param_ranges if _place(one) == place]
-            adam_step(updates, settings.of_adam(place), scale=scale, grads=GradUse.DIVIDE)
-
-    def step_chunk(self, chunk: _Chunk, grad: torch.Tensor, settings: _Settings, *, scale: GradScale) -> None:
-        """Updates one chunk. grad: [n], any float dtype.
-
-        After all chunks of a range, count_chunks must be called.
-        """
-        state, place = self._of[chunk.param_range], _place(chunk.param_range)
-        rates = settings.of_adam(place)
+    def _step_chunk(self, chunk: _Chunk, grad: torch.Tensor, *, scale: GradScale) -> None:
+        """Updates one chunk without counting a step. grad: [n], any float dtype."""
+        batch = self._batch_of[chunk.param_range]
+        if self._is_sgd:
+            self._step_sgd([(chunk, grad)], batch, scale=scale)
+            return
+        state, rates = self._adam[chunk.param_range], self._adam_rates(batch)
         (count,) = _next_counts([state], rates)
-        scaled = _Scaled(_divisor_on(scale, place), scale.skip)
+        scaled = _Scaled(_divisor_on(scale, batch.lr.device), scale.skip)
         _step_piece(state, grad, rates, start=chunk.start, count=count, scaled=scaled, grads=GradUse.DIVIDE)
 
-    def count_chunks(self, param_ranges: Sequence[FlatParamRange], *, scale: GradScale) -> None:
-        if param_ranges:
-            _count([self._of[param_range] for param_range in param_ranges], skip=scale.skip)
+    def _adam_rates(self, batch: _Batch) -> AdamRates:
+        group = self.optimizer.param_groups[batch.number]
+        return AdamRates(batch.lr, betas=group["betas"], eps=group["eps"], weight_decay=group["weight_decay"])
 
-    def moments(self, param_range: FlatParamRange) -> dict[str, StoredFloats]:
-        return self._of[param_range].moments
-
-    def step_counts(self) -> list[torch.Tensor]:
-        return [state.step for state in self._of.values()]
-
-
-class _SgdStates:
-    """SGD momenta of ranges whose masters are fp32 or fp64, updated by torch's kernel."""
-
-    def __init__(self, config: OptimizerConfig, param_ranges: Sequence[FlatParamRange]) -> None:
-        # A zero momentum gives the same first step as torch, which begins without a momentum.
-        self._momenta = {one: zeros_beside(one.main, torch.float32) for one in param_ranges if config.sgd_momentum > 0}
-
-    def step(self, param_ranges: Sequence[FlatParamRange], settings: _Settings, *, scale: GradScale) -> None:
-        whole = []
-        for param_range in param_ranges:
-            grad, like, size = param_range.grad, param_range.main.read(0, 0), piece_elements(param_range.main)
-            if (grad.dtype, grad.device) == (like.dtype, like.device):
-                whole.append((_Chunk(param_range, 0, param_range.main.numel), grad))
-                continue
-            for start in range(0, param_range.main.numel, size):
-                chunk = _Chunk(param_range, start, min(start + size, param_range.main.numel))
-                self.step_chunk(chunk, grad[chunk.start : chunk.end], settings, scale=scale)
-        if whole:
-            self._step_together(whole, settings, scale=scale)
-
-    def step_chunk(self, chunk: _Chunk, grad: torch.Tensor, settings: _Settings, *, scale: GradScale) -> None:
-        """Updates one chunk. grad: [n], any float dtype."""
-        self._step_together([(chunk, grad)], settings, scale=scale)
-
-    def count_chunks(self, param_ranges: Sequence[FlatParamRange], *, scale: GradScale) -> None:
-        """Does nothing, because SGD counts no steps."""
-
-    def moments(self, param_range: FlatParamRange) -> dict[str, StoredFloats]:
-        return {"momentum_buffer": self._momenta[param_range]} if param_range in self._momenta else {}
-
-    def step_counts(self) -> list[torch.Tensor]:
-        return []
-
-    def _step_together(
-        self, chunks: Sequence[tuple[_Chunk, torch.Tensor]], settings: _Settings, *, scale: GradScale
-    ) -> None:
-        """Updates chunks of one device. chunks: each with its gradient, [n], any float dtype and device."""
+    def _step_sgd(self, chunks: Sequence[tuple[_Chunk, torch.Tensor]], batch: _Batch, *, scale: GradScale) -> None:
+        """Updates chunks in one kernel call. chunks: each with its gradient, [n], any float dtype and device."""
+        group = self.optimizer.param_groups[batch.number]
         # `read` returns views of the storage, which the kernel changes in place.
         mains = [chunk.param_range.main.read(chunk.start, chunk.end) for chunk, _ in chunks]
-        momenta = [self._momenta.get(chunk.param_range) for chunk, _ in chunks]
-        device = mains[0].device
+        momenta = [self._moments[chunk.param_range].get(_MOMENTUM) for chunk, _ in chunks]
         sgd(
             mains,
             [grad.to(main) for (_, grad), main in zip(chunks, mains)],
             [None if kept is None else kept.read(chunk.start, chunk.end) for kept, (chunk, _) in zip(momenta, chunks)],
             fused=True,
-            grad_scale=_sgd_divisor_on(scale, device),
+            grad_scale=_sgd_divisor_on(scale, batch.lr.device),
             found_inf=scale.skip,
-            weight_decay=settings.group["weight_decay"],
-            momentum=settings.group["momentum"],
-            lr=settings.rates[device],  # type: ignore[arg-type]  # torch.optim.SGD passes tensors as well
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=batch.lr,  # type: ignore[arg-type]  # torch.optim.SGD passes tensors as well
             dampening=0.0,
             nesterov=False,
             maximize=False,
         )
 
+    def flat_state(self, run: FlatParamRange) -> dict[str, StoredFloats]:
+        return self._moments[run]
 
-def _numbers_of(groups: Sequence[Sequence[FlatParamRange]]) -> dict[FlatParamRange, int]:
-    return {param_range: number for number, members in enumerate(groups) for param_range in members}
+    def settings_in(self, run: FlatParamRange) -> list[tuple[Span, Mapping[str, Any]]]:
+        """Returns the settings of the range's group, which apply to the whole range."""
+        return [(Span(0, run.span.numel), self.optimizer.param_groups[self._batch_of[run].number])]
+
+    def step_counts(self) -> list[torch.Tensor]:
+        """Returns the step counter of each range, which callers may overwrite: [], fp32 each. SGD has none."""
+        return [state.step for state in self._adam.values()]
 
 
-def _place(param_range: FlatParamRange) -> torch.device:
-    """Returns the device on which a range is updated: the device of its masters, which may be the host."""
-    return param_range.main.read(0, 0).device
+def _batches_of(members: Sequence[Sequence[FlatParamRange]]) -> list[_Batch]:
+    """Divides the ranges of each parameter group by the device of their masters, which may be the host."""
+    found: dict[tuple[int, torch.device], list[FlatParamRange]] = {}
+    for number, ranges in enumerate(members):
+        for one in ranges:
+            found.setdefault((number, one.main.read(0, 0).device), []).append(one)
+    dtypes = {device: torch.float64 if device.type == "cpu" else torch.float32 for _, device in found}
+    return [
+        _Batch(number, ranges, torch.zeros((), dtype=dtypes[device], device=device))
+        for (number, device), ranges in found.items()
+    ]
 
 
-def _rates_of(param_ranges: Sequence[FlatParamRange]) -> dict[torch.device, torch.Tensor]:
-    """Allocates a learning rate on each device of the ranges, for kernels: [], fp64 on the CPU, else fp32."""
-    types = {place: torch.float64 if place.type == "cpu" else torch.float32 for place in map(_place, param_ranges)}
-    return {place: torch.zeros((), dtype=dtype, device=place) for place, dtype in types.items()}
+def _sgd_calls(ranges: Sequence[FlatParamRange]) -> Iterator[list[tuple[_Chunk, torch.Tensor]]]:
+    """Yields the chunks that one kernel call updates, each with its gradient: [n], the buffer's dtype.
+
+    Gradients that must be converted are passed in pieces that fit into a core's cache.
+    """
+    whole = []
+    for one in ranges:
+        grad, like, size = one.grad, one.main.read(0, 0), piece_elements(one.main)
+        if (grad.dtype, grad.device) == (like.dtype, like.device):
+            whole.append((_Chunk(one, 0, one.main.numel), grad))
+            continue
+        for start in range(0, one.main.numel, size):
+            chunk = _Chunk(one, start, min(start + size, one.main.numel))
+            yield [(chunk, grad[chunk.start : chunk.end])]
+    if whole:
+        yield whole
 
 
 # State in host memory (overlap_cpu_optimizer_d2h_h2d).

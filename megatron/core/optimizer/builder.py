@@ -108,7 +108,9 @@ def get_megatron_optimizer(
     pieces, device = _logical_pieces(model_chunks), chunks[0].device
     in_backward = None
     if handed is not None:
-        in_backward = UpdatesInBackward(config, groups, handed, runs=ranges, logical_pieces=pieces, device=device)
+        in_backward = UpdatesInBackward(
+            config, groups, handed, rules=rules, runs=ranges, logical_pieces=pieces, device=device
+        )
     stats = in_backward or GradStats(config, groups, buffers, runs=ranges, logical_pieces=pieces, device=device)
     modules = (module for chunk in chunks for module in chunk.modules())
     layers = [one for one in modules if isinstance(one, ClipsLogits) and one.largest_logits is not None]

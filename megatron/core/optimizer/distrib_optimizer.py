@@ -179,7 +179,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
                     self._write_shards(buffer, kind, of_chunk)
         for one in self._runs:
             one.write_model()
-        self._make_whole()
+        self.mark_whole()
         for chunk in self._sharded_chunks:
             chunk.start_param_sync(force_sync=True, force_dispatch=True)
 
@@ -263,12 +263,13 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
     def _update(self, scale: GradScale) -> None:
         # Must come first, because a gather in flight would overwrite updated parameters.
         self._mark_params_stale()
+        self.mark_half_done()
         if self._gathers_in_step:
-            with self._whole_update():
-                self._update_and_gather_buckets(scale)
-            self._note_update()
-            return
-        super()._update(scale)
+            self._update_and_gather_buckets(scale)
+        else:
+            self.update_ranges(scale, self._runs)
+        self.mark_whole()
+        self._note_update()
         if self._gathers_after_step:
             self._start_gathers()
 
@@ -289,13 +290,13 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
 
     def _update_and_gather_buckets(self, scale: GradScale) -> None:
         together = [rule for rule in self._rules if rule.is_collective]
-        self._step_ranges(scale, self._runs, rules=together)
+        self.update_ranges(scale, self._runs, rules=together)
         rest = [rule for rule in self._rules if not rule.is_collective]
         for scheduler in self._gather_schedulers:
             for group in scheduler.gather_order:
                 places = [(bucket.buffer, bucket.layout.index) for bucket in group.buckets]
                 ranges = [one for place in places for one in self._ranges_in.get(place, [])]
-                self._step_ranges(scale, ranges, rules=rest)
+                self.update_ranges(scale, ranges, rules=rest)
                 scheduler.start_param_sync([group])
 
 

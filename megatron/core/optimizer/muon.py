@@ -143,36 +143,27 @@ class MuonRule:
     def refresh_rates(self) -> None:
         """Does nothing, because `update` reads the learning rates from the groups."""
 
-    @torch.no_grad()
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
         """Updates all ranges in one call. Collective over the ranks that own shards."""
         assert runs >= set(self.runs), "matrices cross range boundaries, so all ranges must be updated together"
         divisor = scale.divisor
         assert isinstance(divisor, float), "Muon requires a host decision: see OptimizerConfig.validate_device_step"
-        grads = {}
-        for param_range in self.runs:
-            # 16-bit gradients are converted, which copies them; others are divided in place.
-            grad = param_range.grad.to(self._momenta[param_range].dtype)
-            grads[param_range] = grad.div_(divisor) if divisor != 1.0 else grad
-            self._momenta[param_range].lerp_(grad, 1 - self._config.muon_momentum)
-        for batch in self._batches:
-            self._step(batch, grads)
-        for param_range in self.runs:
-            param_range.write_model()
-
-    def _step(self, batch: _Batch, grads: Mapping[FlatParamRange, torch.Tensor]) -> None:
-        directions = [[self._direction(part, grads[part.param_range]) for part in parts] for parts in batch.sends]
-        sizes = [[last - first for _, first, last in ranges] for ranges in batch.receives]
-        received = _exchange(batch, directions, sizes=sizes)
-        self._orthogonalize(batch, received)
-        returned = _exchange(batch, received, sizes=[[t.numel() for t in sent] for sent in directions])
-        for part, update in zip(batch.parts, (t for of_rank in returned for t in of_rank), strict=True):
-            for window in part.unit.windows:
-                group = self._group_of[part.unit.name, window]
-                rate = group["lr"] * _torch_factor(window.matrix_shape)
-                weights = _views(part, window, flat=part.of(part.param_range.stepped))
-                for weight, change in zip(weights, _views(part, window, flat=update), strict=True):
-                    weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-rate)
+        with torch.no_grad():
+            grads = {}
+            for param_range in self.runs:
+                # 16-bit gradients are converted, which copies them; others are divided in place.
+                grad = param_range.grad.to(self._momenta[param_range].dtype)
+                grads[param_range] = grad.div_(divisor) if divisor != 1.0 else grad
+                self._momenta[param_range].lerp_(grad, 1 - self._config.muon_momentum)
+            for batch in self._batches:
+                directions = [[self._direction(part, grads[part.param_range]) for part in to] for to in batch.sends]
+                sizes = [[last - first for _, first, last in ranges] for ranges in batch.receives]
+                received = _exchange(batch, directions, sizes=sizes)
+                self._orthogonalize(batch, received)
+                returned = _exchange(batch, received, sizes=[[t.numel() for t in sent] for sent in directions])
+                self._apply(batch, returned)
+            for param_range in self.runs:
+                param_range.write_model()
 
     def _direction(self, part: _Part, grad: torch.Tensor) -> torch.Tensor:
         """Returns a part's update before orthogonalization, its momentum or Nesterov momentum: [n], bf16."""
@@ -197,6 +188,16 @@ class MuonRule:
                 view.copy_(matrix.reshape(view.shape))
             for first, tensor in pieces:
                 tensor.copy_(whole[first : first + tensor.numel()])
+
+    def _apply(self, batch: _Batch, returned: list[list[torch.Tensor]]) -> None:
+        """Changes this rank's parts by their orthogonalized updates, [n], bf16 each, from each processing rank."""
+        for part, update in zip(batch.parts, (t for of_rank in returned for t in of_rank), strict=True):
+            for window in part.unit.windows:
+                group = self._group_of[part.unit.name, window]
+                rate = group["lr"] * _torch_factor(window.matrix_shape)
+                weights = _views(part, window, flat=part.of(part.param_range.stepped))
+                for weight, change in zip(weights, _views(part, window, flat=update), strict=True):
+                    weight.mul_(1 - group["lr"] * group["weight_decay"]).add_(change, alpha=-rate)
 
     def flat_state(self, run: FlatParamRange) -> dict[str, StoredFloats]:
         return {"momentum_buffer": Plain(self._momenta[run])}

@@ -275,7 +275,8 @@ class MegatronOptimizer:
         # Must come before the update, which may overwrite gradients with unscaled ones.
         with self.config.timers("optimizer-count-zeros", log_level=1):
             num_zeros = self.count_zeros() if self.config.log_num_zeros_in_grad else None
-        self._step_prepared(clip_grad=self.config.clip_grad)
+        with self._prepared_step(clip_grad=self.config.clip_grad) as scale:
+            self._update(scale)
         return True, self._last_norm, num_zeros
 
     # The parts of `step`, for scripts that run code between them.
@@ -316,7 +317,8 @@ class MegatronOptimizer:
 
         Raises RuntimeError if prepare_grads was not called, or if it found a gradient that is not finite.
         """
-        self._step_prepared(clip_grad=0.0)
+        with self._prepared_step(clip_grad=0.0) as scale:
+            self._update(scale)
         return True
 
     def get_grad_norm(self) -> float:
@@ -340,7 +342,9 @@ class MegatronOptimizer:
         """Returns the number of exact zeros in all reduced gradients. Collective, like `step`."""
         return read_count_sync(self._grad_stats.count_zeros())
 
-    def _step_prepared(self, *, clip_grad: float) -> None:
+    @contextmanager
+    def _prepared_step(self, *, clip_grad: float) -> Iterator[GradScale]:
+        """Yields the scale of the prepared gradients, to update with inside the block, and then ends the step."""
         if self._prepared is None:
             raise RuntimeError(
                 "step_with_ready_grads was called without prepare_grads, or after it found a gradient that is not "
@@ -350,7 +354,7 @@ class MegatronOptimizer:
         coefficient = 1.0 if clip_grad == 0 else clip_coefficient(clip_grad, prepared.grad_norm)
         with self.config.timers("optimizer-inner-step", log_level=1):
             self._num_steps += 1
-            self._update(GradScale(prepared.loss_scale / coefficient))
+            yield GradScale(prepared.loss_scale / coefficient)
         self._grad_stats.end_step(prepared.grad_norm)
 
     @property
@@ -393,13 +397,14 @@ class MegatronOptimizer:
         )
         # Before the update, as in `step`.
         num_zeros = self._grad_stats.count_zeros() if self.config.log_num_zeros_in_grad else None
-        with self._whole_update():
-            self._step_ranges(decision.scale, self._runs, rules=self._rules)
+        self.mark_half_done()
+        self.update_ranges(decision.scale, self._runs)
+        self.mark_whole()
         return decision.for_host(num_zeros)
 
     def forget_broken_capture(self) -> None:
         """Allows steps again after a failed capture of step_on_device, which has changed no parameter."""
-        self._make_whole()
+        self.mark_whole()
 
     def settle_step_sync(self, done: DeviceStep) -> tuple[bool, float, float | None]:
         """Completes a device step on the host and returns the result of `step`; must be called once for each replay.
@@ -417,7 +422,7 @@ class MegatronOptimizer:
         self._after_device_update()
         return True, outcome.grad_norm, outcome.num_zeros if self.config.log_num_zeros_in_grad else None
 
-    # Parts of an update, which UpdatesInBackward calls before the step.
+    # Parts of an update. UpdatesInBackward calls the first two before the step, and runs the rules itself.
 
     def prepare_update(self) -> None:
         """Checks that an update may run, and copies the learning rates, and parameters that other code has written.
@@ -432,17 +437,31 @@ class MegatronOptimizer:
         for rule in self._rules:
             rule.refresh_rates()
 
+    def mark_half_done(self, error: str = _BROKEN_UPDATE) -> None:
+        """Records that an update has begun; error: the message of later steps and saves until `mark_whole`."""
+        self._half_done = error
+
     def update_ranges(
         self, scale: GradScale, runs: Iterable[FlatParamRange], *, rules: Sequence[UpdateRule] | None = None
     ) -> None:
-        """Updates flat ranges from their scaled gradients. rules: the rules to run; None means all."""
-        chosen = frozenset(runs)
-        for rule in self._rules if rules is None else rules:
-            rule.update(scale, chosen)
+        """Updates flat ranges from their scaled gradients, then scales down attention projections inside them.
 
-    def mark_half_done(self, error: str) -> None:
-        """Records that an update is half done; error: the message to raise until parameters and states are whole."""
-        self._half_done = error
+        Ranges that were updated in backward are only scaled down. A step must pass each range once. rules: the rules to
+        run; None means all.
+        """
+        chosen, used = frozenset(runs), self._rules if rules is None else rules
+        if not self._grad_stats.is_updated:
+            for rule in used:
+                rule.update(scale, chosen)
+        # A range belongs to one rule. Scaled here, before a DistributedOptimizer gathers it.
+        stepped = [one for rule in used for one in rule.runs if one in chosen] if self._logits else []
+        for logits in self._logits:
+            logits.rescale(stepped, skip=None if scale.skip is None else scale.skip.detach())
+
+    def mark_whole(self) -> None:
+        """Records that no update is half done: it has ended, or a load has rewritten parameters and states."""
+        self._half_done = None
+        self._grad_stats.forget()
 
     # Parameters and states.
 
@@ -493,7 +512,7 @@ class MegatronOptimizer:
             # A copy that is not a master has no entry in the checkpoint.
             if param_range.is_copy and not param_range.has_master:
                 param_range.take_model()
-        self._make_whole()
+        self.mark_whole()
         self._after_load()
 
     @property
@@ -640,7 +659,7 @@ class MegatronOptimizer:
                 state.stored.write(0, tensors[state.kind].to(like))
         for one in self._runs:
             one.write_model()
-        self._make_whole()
+        self.mark_whole()
         self._after_load()
 
     def _after_load(self) -> None:
@@ -659,8 +678,9 @@ class MegatronOptimizer:
         return [group["weight_decay"] for group in self.param_groups]
 
     def _update(self, scale: GradScale) -> None:
-        with self._whole_update():
-            self._step_ranges(scale, self._runs, rules=self._rules)
+        self.mark_half_done()
+        self.update_ranges(scale, self._runs)
+        self.mark_whole()
         self._note_update()
 
     def _after_device_update(self) -> None:
@@ -670,28 +690,6 @@ class MegatronOptimizer:
     def _prepare_step(self) -> None:
         if not self._grad_stats.is_updated:
             self.prepare_update()
-
-    def _step_ranges(self, scale: GradScale, ranges: Iterable[FlatParamRange], *, rules: Sequence[UpdateRule]) -> None:
-        """Updates ranges in a step, unless they were updated in backward; must be called inside `_whole_update`."""
-        chosen = frozenset(ranges)
-        if not self._grad_stats.is_updated:
-            self.update_ranges(scale, chosen, rules=rules)
-        # A range belongs to one rule. Scaled here, before a DistributedOptimizer gathers it.
-        stepped = [one for rule in rules for one in rule.runs if one in chosen] if self._logits else []
-        for logits in self._logits:
-            logits.rescale(stepped, skip=None if scale.skip is None else scale.skip.detach())
-
-    @contextmanager
-    def _whole_update(self) -> Iterator[None]:
-        """Marks an update as half done until the block ends without an error."""
-        self.mark_half_done(_BROKEN_UPDATE)
-        yield
-        self._half_done = None
-
-    def _make_whole(self) -> None:
-        """Records that parameters and states were rewritten, so that an aborted update no longer matters."""
-        self._half_done = None
-        self._grad_stats.forget()
 
     def _check_whole(self) -> None:
         """Raises RuntimeError if an update is half done, or state is offloaded."""
@@ -845,9 +843,10 @@ class ChainedOptimizer(MegatronOptimizer):
         if self._updates_itself:
             super()._update(scale)
             return
-        with self._whole_update():
-            for one in self.chained_optimizers:
-                one._update(scale)
+        self.mark_half_done()
+        for one in self.chained_optimizers:
+            one._update(scale)
+        self.mark_whole()
 
     def _after_device_update(self) -> None:
         if self._updates_itself:

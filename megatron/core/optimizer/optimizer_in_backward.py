@@ -23,7 +23,7 @@ from megatron.core.distributed.grad_hooks import ReadyBucket, ReleasedBucket
 from megatron.core.distributed.layout import FlatBuffer, Span, locate
 from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.optimizer.adam import GradScale
+from megatron.core.optimizer.adam import GradScale, UpdateRule
 from megatron.core.optimizer.clip_grads import (
     GradStats,
     PartialStat,
@@ -130,12 +130,13 @@ class UpdatesInBackward(GradStats):
 
     1. `take` receives each bucket during backward, or when gradients are finalized; the first call copies the learning
        rates;
-    2. it measures the bucket's gradients and updates its ranges; with the policy `exact` it holds this rank's part
-       instead;
+    2. it measures the bucket's gradients and updates its ranges by the rules; with the policy `exact` it holds this
+       rank's part instead;
     3. step() combines the measured norms, and with `exact` clips and updates as any other step does.
 
     Norms and unclipped updates are bit-identical to training without this class. See [Note: half a step]. handed: the
-    released gradients of each buffer of the model. The other arguments are described in GradStats.
+    released gradients of each buffer of the model. rules: the rules of the optimizer that is attached later, none of
+    them collective. The other arguments are described in GradStats.
     """
 
     _optimizer: MegatronOptimizer
@@ -146,6 +147,7 @@ class UpdatesInBackward(GradStats):
         groups: ProcessGroupCollection,
         handed: Mapping[FlatBuffer, HandedGrads],
         *,
+        rules: Sequence[UpdateRule],
         runs: Sequence[FlatParamRange],
         logical_pieces: Mapping[str, list[LogicalPiece]],
         device: torch.device,
@@ -153,6 +155,7 @@ class UpdatesInBackward(GradStats):
         super().__init__(config, groups, list(handed), runs=runs, logical_pieces=logical_pieces, device=device)
         # Keyed by object, because wrappers pass the same buffers under a different type.
         self._handed: dict[object, HandedGrads] = {one.buffer: one for one in handed.values()}
+        self._rules = list(rules)
         self._ranges_in: dict[tuple[FlatBuffer, int], list[FlatParamRange]] = {}
         for param_range in runs:
             self._ranges_in.setdefault((param_range.buffer, param_range.bucket), []).append(param_range)
@@ -176,11 +179,11 @@ class UpdatesInBackward(GradStats):
         self.forget()
 
     @trace_range("UpdatesInBackward.take")
-    @torch.no_grad()
     def take(self, bucket: ReadyBucket, place: ReleasedBucket) -> None:
         """Updates the ranges of a bucket, or holds its gradients; called once per iteration and bucket, on all ranks.
 
-        Collective with the policy `per-bucket`. Raises RuntimeError and ValueError under the same conditions as a step.
+        The caller has disabled autograd. Collective with the policy `per-bucket`. Raises RuntimeError and ValueError
+        under the same conditions as a step.
         """
         if self._iteration is _Iteration.NONE:
             self._check_policy()
@@ -193,14 +196,16 @@ class UpdatesInBackward(GradStats):
         if self._iteration is _Iteration.HELD:
             handed.hold(index, bucket.keep())
             return
-        # Set before the first parameter changes; step() resets it at its end.
+        # Before the first parameter changes; step() ends with mark_whole.
         self._optimizer.mark_half_done(_UNFINISHED_STEP)
         ranges = self._ranges_in.get(key, [])
         with handed.holding(index, bucket.grad):
             # Measured first, because the kernel may overwrite gradients with scaled ones.
             zeros = self.zeros_of(ranges) if self._config.log_num_zeros_in_grad else None
             self._counted[key] = _Counted(self.norms_of(ranges), zeros)
-            self._optimizer.update_ranges(self._scale_of(bucket.grad, handed.buffer), ranges)
+            scale = self._scale_of(bucket.grad, handed.buffer)
+            for rule in self._rules:
+                rule.update(scale, frozenset(ranges))
         bucket.note_written()
 
     # Called by the optimizer's step.
@@ -233,9 +238,8 @@ class UpdatesInBackward(GradStats):
         return self.join_zeros([one.zeros for one in self._in_order() if one.zeros is not None])
 
     def end_step(self, grad_norm: float) -> None:
-        """Records the norm for the next step and frees held gradients."""
+        """Records the norm for the next step. Held gradients were freed by mark_whole."""
         self._previous_norm = grad_norm
-        self.forget()
 
     def skip_step(self, grad_norm: float) -> None:
         """Frees held gradients. Raises RuntimeError if parameters have already been updated."""

@@ -158,7 +158,6 @@ class TorchRule:
     def refresh_rates(self) -> None:
         """Does nothing, because torch reads its groups in each step."""
 
-    @torch.no_grad()
     def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
         """Updates all ranges; a parameter without a gradient remains unchanged, as in torch.
 
@@ -170,14 +169,15 @@ class TorchRule:
                 "decides on the host, or build the optimizer with get_megatron_optimizer"
             )
         assert all(one in runs for one in self.runs), "torch's optimizer updates all its parameters in one call"
-        before = [(one.param, one.param.grad) for one in self._stepped.values()]
-        for one, stepped in self._stepped.items():
-            stepped.param.grad = _divided(one, stepped.param, divisor=scale.divisor)
-        self.optimizer.step()
-        for param, grad in before:
-            param.grad = grad
-        for one in self.runs:
-            one.write_model()
+        with torch.no_grad():
+            before = [(one.param, one.param.grad) for one in self._stepped.values()]
+            for one, stepped in self._stepped.items():
+                stepped.param.grad = _divided(one, stepped.param, divisor=scale.divisor)
+            self.optimizer.step()
+            for param, grad in before:
+                param.grad = grad
+            for one in self.runs:
+                one.write_model()
 
     def flat_state(self, run: FlatParamRange) -> dict[str, StoredFloats]:
         """Returns torch's state of a range by name; allocates missing state.
