@@ -422,7 +422,11 @@ class MegatronOptimizer:
         self._after_device_update()
         return True, outcome.grad_norm, outcome.num_zeros if self.config.log_num_zeros_in_grad else None
 
-    # Parts of an update. UpdatesInBackward calls the first two before the step, and runs the rules itself.
+    # The update of both kinds of steps. UpdatesInBackward prepares it and runs the rules before the step.
+
+    def _prepare_step(self) -> None:
+        if not self._grad_stats.is_updated:
+            self.prepare_update()
 
     def prepare_update(self) -> None:
         """Checks that an update may run, and copies the learning rates, and parameters that other code has written.
@@ -436,6 +440,20 @@ class MegatronOptimizer:
         self._writes.take()
         for rule in self._rules:
             rule.refresh_rates()
+
+    def _check_whole(self) -> None:
+        """Raises RuntimeError if an update is half done, or state is offloaded."""
+        if self._offloaded is not None:
+            raise RuntimeError("the optimizer's state is on the host after offload_to_cpu: call restore_from_cpu first")
+        if self._half_done is not None:
+            raise RuntimeError(self._half_done)
+
+    def _update(self, scale: GradScale) -> None:
+        """Performs an update on which the host has decided."""
+        self.mark_half_done()
+        self.update_ranges(scale, self._runs)
+        self.mark_whole()
+        self._note_update()
 
     def mark_half_done(self, error: str = _BROKEN_UPDATE) -> None:
         """Records that an update has begun; error: the message of later steps and saves until `mark_whole`."""
@@ -462,6 +480,18 @@ class MegatronOptimizer:
         """Records that no update is half done: it has ended, or a load has rewritten parameters and states."""
         self._half_done = None
         self._grad_stats.forget()
+
+    def _note_update(self) -> None:
+        # Updates in backward increment the counters (ReadyBucket.note_written).
+        self._writes.note()
+        for chunk in self._model_chunks:
+            chunk.note_update()
+            for module in outermost(unwrap_model(chunk), NotesUpdates):  # type: ignore[type-abstract]  # never called
+                module.note_update(self)
+
+    def _after_device_update(self) -> None:
+        """Performs the host's part of an update made by the device."""
+        self._note_update()
 
     # Parameters and states.
 
@@ -676,35 +706,6 @@ class MegatronOptimizer:
 
     def _weight_decays(self) -> list[float]:
         return [group["weight_decay"] for group in self.param_groups]
-
-    def _update(self, scale: GradScale) -> None:
-        self.mark_half_done()
-        self.update_ranges(scale, self._runs)
-        self.mark_whole()
-        self._note_update()
-
-    def _after_device_update(self) -> None:
-        """Performs the host's part of an update made by the device."""
-        self._note_update()
-
-    def _prepare_step(self) -> None:
-        if not self._grad_stats.is_updated:
-            self.prepare_update()
-
-    def _check_whole(self) -> None:
-        """Raises RuntimeError if an update is half done, or state is offloaded."""
-        if self._offloaded is not None:
-            raise RuntimeError("the optimizer's state is on the host after offload_to_cpu: call restore_from_cpu first")
-        if self._half_done is not None:
-            raise RuntimeError(self._half_done)
-
-    def _note_update(self) -> None:
-        # Updates in backward increment the counters (ReadyBucket.note_written).
-        self._writes.note()
-        for chunk in self._model_chunks:
-            chunk.note_update()
-            for module in outermost(unwrap_model(chunk), NotesUpdates):  # type: ignore[type-abstract]  # never called
-                module.note_update(self)
 
     def _step_counts(self) -> list[torch.Tensor]:
         # One counter for each range of a rule that counts steps; all counters have the same value.
