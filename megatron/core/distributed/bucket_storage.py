@@ -1035,29 +1035,26 @@ class StagedParams:
         self.dtype = bucket.settings.comm_dtype or bucket.param_data.dtype
         self._message: torch.Tensor | None = None
 
-    def own_shard(self) -> torch.Tensor:
-        """Returns this rank's part of the message buffer, for the optimizer's update: [shard elements], `dtype`."""
-        if self._message is None:
-            self._message = torch.empty(self._bucket.layout.span.numel, dtype=self.dtype, device=self._bucket.device)
-        return shard_of(self._message, self._bucket.settings.group)
+    def place_of(self, span: Span) -> torch.Tensor:
+        """Returns the memory of one owned span of the buffer, for the optimizer's update: [span.numel], `dtype`."""
+        start = span.start - self._bucket.layout.span.start
+        return self._open()[start : start + span.numel]
 
     def message(self) -> torch.Tensor:
         """Returns the message buffer, which already contains this rank's shard: [bucket elements], `dtype`."""
         if self._message is None:
             self.fill()
-        assert self._message is not None, "fill allocates it"
-        return self._message
+        return self._open()
 
     def fill(self) -> None:
         """Copies this rank's current parameters into its part of the message buffer."""
-        self.own_shard()
-        assert self._message is not None, "own_shard allocates it"
+        message = self._open()
         for part in self._bucket.ranges:
             own = part.span.intersection(self._bucket.owned_part)
             if own.numel:
                 start = part.start + own.start - part.span.start
                 here = ParamRange(part.name, part.param, own, start)
-                here.view_of(self._message).copy_(elements_of(here))
+                here.view_of(message).copy_(elements_of(here))
 
     @torch.no_grad()
     def unpack(self) -> None:
@@ -1066,6 +1063,11 @@ class StagedParams:
             for part in self._bucket.ranges:
                 elements_of(part).copy_(part.view_of(self._message))
             self._message = None
+
+    def _open(self) -> torch.Tensor:
+        if self._message is None:
+            self._message = torch.empty(self._bucket.layout.span.numel, dtype=self.dtype, device=self._bucket.device)
+        return self._message
 
 
 def elements_of(part: ParamRange) -> torch.Tensor:

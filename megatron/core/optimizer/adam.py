@@ -242,15 +242,6 @@ def adam_step(
         _count(states, skip=scaled.skip)
 
 
-@torch.no_grad()
-def write_parameters(state: FlatAdam, out: torch.Tensor) -> None:
-    """Writes the masters, rounded, to the parameters. out: [N], any float dtype, possibly the parameters' memory."""
-    size = piece_elements(state.main)
-    for start in range(0, state.main.numel, size):
-        end = min(start + size, state.main.numel)
-        out[start:end].copy_(_as_parameters(state.main, start, end=end))
-
-
 # Parts of a step.
 
 

@@ -22,7 +22,6 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from megatron.core.dense_memory import check_apart, check_dense
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
-from megatron.core.distributed.bucket_storage import _ParamAndGradBucket
 from megatron.core.distributed.forward_waits import ForwardWaits, NoWait
 from megatron.core.distributed.iteration import MethodNames
 from megatron.core.distributed.launch_sequence import ReduceScope
@@ -30,7 +29,7 @@ from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.optimizer.adam import AdamRates, GradScale, GradUse, adam_step
 from megatron.core.optimizer.fused_adam_grads import GradAccumulator, GradMode, ShardScaling, check_free
-from megatron.core.optimizer.fused_adam_params import FusedRange, RankGrid, SegmentPlan, ShardedParams, poison
+from megatron.core.optimizer.fused_adam_params import RankGrid, SegmentPlan, ShardedParams, poison
 from megatron.core.optimizer.fused_adam_settings import (
     AdamMemory,
     Params,
@@ -418,9 +417,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         detected by its version counter.
         """
         self._order.finish_param_sync(self._shards.groups)
-        for owned_range in self._shards.runs:
-            owned_range.take_model()
-        self._shards.note_versions()
+        for one in self._shards.states:
+            one.take_model()
+        self._shards.note_written()
 
     def wait_params(self, params: nn.Parameter | Iterable[nn.Parameter]) -> None:
         """Waits until parameters may be read outside their modules; for overlap_param_sync.
@@ -484,12 +483,12 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._order.finish_param_sync(self._shards.groups)
         load_adam_state_dict(self._adam_shard(), state_dict)
         self._order.mark_stale(self._shards.groups)
-        for owned_range in self._shards.runs:
-            owned_range.write_model()
+        for one in self._shards.states:
+            one.write_model()
         self._order.start_param_sync(self._shards.groups)
         self._order.finish_param_sync(self._shards.groups)
-        self._shards.note_versions()
-        steps = [int(one.state.step) for one in self._shards.runs]
+        self._shards.note_written()
+        steps = [int(state.step) for state in self._shards.states.values()]
         # A rank may own no state.
         self._count.fill_(max(gather_objects(max(steps, default=0), self._ranks)))
         for after in self._optimizer_load_state_dict_post_hooks.values():
@@ -589,9 +588,6 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._order.mark_stale(groups)
         grad_use = self._shards.grad_use
         rates = [self._rates_of(key) for key in range(len(self.param_groups))]
-        ranges_in: dict[_ParamAndGradBucket, list[FusedRange]] = {}
-        for owned_range in self._shards.runs:
-            ranges_in.setdefault(owned_range.bucket, []).append(owned_range)
         under_way: deque[_ParamAndGradBucketGroup] = deque()
         for group in self._order.gather_order:
             # Each group has exactly one bucket.
@@ -599,9 +595,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             if scale.skip is not None and bucket.staged is not None:
                 # A skipped update does not write to the message, which is still sent.
                 bucket.staged.fill()
-            for key, rate in enumerate(rates):
-                updates = [one.update() for one in ranges_in.get(bucket, ()) if one.key == key]
-                adam_step(updates, rate, scale=scale, grads=grad_use)
+            for key, updates in self._shards.updates_in(bucket).items():
+                adam_step(updates, rates[key], scale=scale, grads=grad_use)
             if self._forward is None:
                 self._order.start_param_sync([group])
                 under_way.append(group)

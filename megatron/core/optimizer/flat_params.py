@@ -6,6 +6,7 @@ The data-parallel wrapper lays out parameters and gradients (layout.py); optimiz
 from bisect import bisect_right
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import groupby, takewhile
 from typing import Generic, TypeVar
 
@@ -13,10 +14,12 @@ import torch
 from torch import nn
 
 from megatron.core.dense_memory import shaped_view
+from megatron.core.distributed.bucket_storage import StagedParams, elements_of
 from megatron.core.distributed.layout import ALIGNMENT, FlatBuffer, ParamRange, ParamSlot, Span
 from megatron.core.optimizer.param_groups import GroupKey
 from megatron.core.optimizer.stored_floats import (
     Plain,
+    Rounded,
     StoredFloats,
     WithRemainder,
     full_masters,
@@ -31,19 +34,20 @@ _Key = TypeVar("_Key", bound=Hashable)
 
 
 @dataclass(frozen=True, eq=False)
-class FlatParamRange:
+class FlatParamRange(Generic[_Key]):
     """This rank's part of adjacent parameters that share dtype and parameter group.
 
-    model: [N], the parameters' dtype; parameters are views of it. main: the N values that the optimizer updates, either
-    `model` itself or higher-precision masters of 16-bit parameters. span: the range's position in `buffer`; N is a
-    multiple of 64. Padding between parameters is always zero in `model`, `main` and `grad`, so norms and updates can
-    include it. bucket: index into the owned spans of `buffer`. grad_of: returns a view of the reduced gradients of one
-    owned span, [span.numel]. on_host: whether `main` is in host memory; on a CPU it marks the share that a GPU would
-    offload.
+    model: [N], the parameters' dtype; parameters are views of it, or it is on the meta device if they keep their own
+    memory. main: the N values that the optimizer updates, either `model` itself or masters of any storage form.
+    span: the range's position in `buffer`; N is a multiple of 64. Padding between parameters is always zero in `model`,
+    `main` and `grad`, so norms and updates can include it. bucket: index into the owned spans of `buffer`. grad_of:
+    returns a view of the reduced gradients of one owned span, [span.numel]. on_host: whether `main` is in host memory;
+    on a CPU it marks the share that a GPU would offload. staged: the message buffer from which updated parameters are
+    gathered; None if they are written to `model`.
     """
 
     params: list[ParamRange]
-    group: GroupKey
+    group: _Key
     model: torch.Tensor
     main: StoredFloats
     buffer: FlatBuffer
@@ -51,6 +55,7 @@ class FlatParamRange:
     bucket: int
     grad_of: Callable[[Span], torch.Tensor]
     on_host: bool = False
+    staged: StagedParams | None = None
 
     @property
     def grad(self) -> torch.Tensor:
@@ -65,27 +70,47 @@ class FlatParamRange:
     @property
     def is_copy(self) -> bool:
         """Whether a copy of the parameters is updated, instead of the parameters themselves."""
-        return not (isinstance(self.main, Plain) and self.main.tensor is self.model)
+        return not (isinstance(self.main, (Plain, Rounded)) and self.main.tensor is self.model)
 
     @property
     def stepped(self) -> torch.Tensor:
         """The range's tensor in torch's parameter groups: [N], fp32 masters if there are any, else the parameters."""
         return self.main.tensor if isinstance(self.main, Plain) else self.model
 
+    @property
+    def target(self) -> torch.Tensor | None:
+        """Memory to which updated masters are rounded: [N], the parameters' or the all-gather dtype.
+
+        None if an update of `main` already changes the parameters.
+        """
+        if self.staged is not None:
+            return self.staged.place_of(self.span)
+        return self.model if self.is_copy and not isinstance(self.main, WithRemainder) else None
+
+    @cached_property
+    def unpadded(self) -> list[tuple[int, int]]:
+        """Start and end of the parts that belong to parameters; see [Note: ends of parameters] in adam.py."""
+        parts: list[tuple[int, int]] = []
+        for span in (member.span for member in self.params):
+            start = parts.pop()[0] if parts and parts[-1][1] == span.start else span.start
+            parts.append((start, span.end))
+        return parts
+
     def write_model(self) -> None:
-        """Rounds the masters to the parameters' dtype."""
-        if self.is_copy and not isinstance(self.main, WithRemainder):
+        """Rounds the masters to the parameters' dtype and writes them to `target`."""
+        target = self.target
+        if target is not None:
             for start, values in pieces(self.main, start=0, end=self.main.numel):
-                self.model[start : start + values.numel()].copy_(values)
+                target[start : start + values.numel()].copy_(values)
 
     def take_model(self) -> None:
         """Copies the values of the parameters to the masters."""
         if isinstance(self.main, WithRemainder):
             self.main.forget()
         elif self.is_copy:
-            like, step = self.main.read(0, 0), piece_elements(self.main)
+            current, like, step = self._current(), self.main.read(0, 0), piece_elements(self.main)
             for start in range(0, self.main.numel, step):
-                self.main.write(start, self.model[start : start + step].to(like))
+                self.main.write(start, current[start : start + step].to(like))
 
     def take_changes(self) -> None:
         """Overwrites masters where the parameters differ from the rounded masters, because other code wrote them.
@@ -95,11 +120,16 @@ class FlatParamRange:
         """
         if not self.is_copy or isinstance(self.main, WithRemainder):
             return
-        step = piece_elements(self.main)
+        current, step = self._current(), piece_elements(self.main)
         for start in range(0, self.main.numel, step):
             own = self.main.read(start, min(start + step, self.main.numel))
-            values = self.model[start : start + step].to(own.device)
-            self.main.write(start, torch.where(values == own.to(values.dtype), own, values.to(own.dtype)))
+            values = current[start : start + step].to(own.device)
+            # As a gather rounds them, possibly to a narrower dtype than the parameters'.
+            sent = own if self.staged is None else own.to(self.staged.dtype)
+            self.main.write(start, torch.where(values == sent.to(values.dtype), own, values.to(own.dtype)))
+
+    def _current(self) -> torch.Tensor:
+        return self.model if self.buffer.persistent_params else collect(self.params, self.model)
 
     def check_attached(self) -> None:
         """Raises ValueError naming the first parameter whose memory is no longer part of the range."""
@@ -111,6 +141,14 @@ class FlatParamRange:
                     f"parameter {member.name} was moved or replaced after the optimizer was built: "
                     "build the optimizer after the model is on its device and in its dtype"
                 )
+
+
+def collect(params: Sequence[ParamRange], model: torch.Tensor) -> torch.Tensor:
+    """Copies ranges of parameters that keep their own memory into a flat tensor like `model`: [N], their dtype."""
+    flat = torch.zeros_like(model, device=params[0].param.device)
+    for member in params:
+        member.view_of(flat).copy_(elements_of(member))
+    return flat
 
 
 class ParamWrites:
@@ -150,14 +188,14 @@ def build_ranges(
     main_of: Callable[[torch.Tensor], StoredFloats] = full_masters,
     host_fraction: float = 0.0,
     grads_of: Mapping[FlatBuffer, Callable[[Span], torch.Tensor]] | None = None,
-) -> list[FlatParamRange]:
+) -> list[FlatParamRange[GroupKey]]:
     """Joins this rank's parts of each buffer's parameters into ranges, in the order of the buffers.
 
     groups: the parameter group of every parameter in the buffers. main_of: builds the masters of parameters, [N], any
     floating dtype. host_fraction: fraction of each owned span whose masters are in host memory. grads_of: for each
     buffer without persistent gradients, a function that returns the gradients of an owned span, [span.numel], a view.
     """
-    ranges: list[FlatParamRange] = []
+    ranges: list[FlatParamRange[GroupKey]] = []
     for buffer in buffers:
         grad_of = buffer.grad_of if grads_of is None else grads_of[buffer]
         parts = [

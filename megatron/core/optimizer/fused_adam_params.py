@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.dense_memory import flat_view
 from megatron.core.device import SideStream
 from megatron.core.device.torch_internals import DisableTorchFunctionSubclass, tree_leaves
 from megatron.core.distributed.bucket_group import ParamState, _ParamAndGradBucketGroup
@@ -30,15 +29,14 @@ from megatron.core.distributed.bucket_storage import (
 )
 from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.consistency import bits_sync
-from megatron.core.distributed.layout import ParamRange, Span
+from megatron.core.distributed.layout import FlatBuffer, Span
 from megatron.core.distributed.param_and_grad_buffer import BufferKind, BufferType, _ParamAndGradBuffer
 from megatron.core.distributed.scheduler import ChunkSync, CollectiveScheduler
 from megatron.core.group_collectives import gather_objects
-from megatron.core.optimizer.adam import AdamUpdate, FlatAdam, GradUse, Masters, StateForm, write_parameters
-from megatron.core.optimizer.flat_params import ranges_in
+from megatron.core.optimizer.adam import AdamUpdate, FlatAdam, GradUse
+from megatron.core.optimizer.flat_params import FlatParamRange, ParamWrites, collect, ranges_in
 from megatron.core.optimizer.fused_adam_settings import AdamMemory
 from megatron.core.optimizer.state_dict import StateRange
-from megatron.core.optimizer.stored_floats import WithRemainder
 from megatron.core.process_groups_config import group_size
 
 # Attributes that read a tensor's values; all other attributes only describe it.
@@ -146,67 +144,6 @@ class SegmentPlan:
     overlap: bool
 
 
-@dataclass(frozen=True, eq=False)
-class FusedRange:
-    """Adjacent parameters of a buffer that this rank owns and that share a parameter group. key: the group's index.
-
-    grad: [N], a view of their summed gradients. start: index of the first element in this rank's shard of `bucket`.
-    model: [N], a view of the parameters; None if updates are written to the message that is gathered. ranges: see
-    AdamUpdate; without padding.
-    """
-
-    key: int
-    members: list[ParamRange]
-    state: FlatAdam
-    form: StateForm
-    grad: torch.Tensor
-    bucket: _ParamAndGradBucket
-    start: int
-    model: torch.Tensor | None
-    ranges: Sequence[tuple[int, int]]
-
-    def update(self) -> AdamUpdate:
-        """Returns the range's operands for a step."""
-        return AdamUpdate(self.state, self.grad, self._target(), self.ranges)
-
-    def write_model(self) -> None:
-        """Writes the rounded masters to the parameters, or to the buffer that is gathered."""
-        target = self._target()
-        if target is not None:
-            write_parameters(self.state, target)
-
-    def take_model(self) -> None:
-        """Copies the values of the parameters to the masters."""
-        main = self.state.main
-        if isinstance(main, WithRemainder):
-            main.forget()
-        elif self.form.masters is Masters.COPY:
-            main.write(0, self._parameters().to(main.read(0, 0).dtype))
-
-    def take_changes(self) -> None:
-        """Overwrites masters with the parameters' values where these differ from the rounded masters."""
-        if self.form.masters is Masters.COPY:
-            main, values = self.state.main, self._parameters()
-            rounded = torch.empty_like(values, dtype=self.bucket.settings.comm_dtype)
-            write_parameters(self.state, rounded)
-            own = main.read(0, main.numel)
-            main.write(0, torch.where(values == rounded.to(values.dtype), own, values.to(own.dtype)))
-
-    def _parameters(self) -> torch.Tensor:
-        numel, device = self.grad.numel(), self.grad.device
-        return _collect(self.members, numel=numel, dtype=self.members[0].param.dtype, device=device)
-
-    def _target(self) -> torch.Tensor | None:
-        """Returns the memory for updated parameters: their own or the buffer that is gathered.
-
-        Returns None if the parameters are their own masters.
-        """
-        if self.model is None:
-            assert self.bucket.staged is not None, "a range without model requires a staged buffer"
-            return self.bucket.staged.own_shard()[self.start : self.start + self.grad.numel()]
-        return self.model if self.form.masters is Masters.COPY else None
-
-
 class ShardedParams:
     """The optimizer's parameters, in segments once they are registered.
 
@@ -222,7 +159,11 @@ class ShardedParams:
         self.names: dict[nn.Parameter, str] = {}
         self.keys: dict[nn.Parameter, int] = {}
         self.groups_of: dict[nn.Parameter, list[_ParamAndGradBucketGroup]] = {}
-        self._versions: dict[nn.Parameter, int] = {}
+        self._states: dict[FlatParamRange[int], FlatAdam] = {}
+        self._ranges_in: dict[tuple[FlatBuffer, int], list[FlatParamRange[int]]] = {}
+        self._writes: list[ParamWrites] = []
+        # Of every registered parameter, to detect that its memory was replaced.
+        self._addresses: dict[nn.Parameter, int] = {}
         # Unregistered parameters with a gradient, in the order in which their gradients became ready.
         self._with_early_grad: dict[nn.Parameter, None] = {}
 
@@ -232,14 +173,15 @@ class ShardedParams:
         return [group for segment in self._segments for group in segment.groups]
 
     @property
-    def runs(self) -> list[FusedRange]:
-        """All ranges that this rank owns. The first access moves parameters into their buffers, see move_in."""
-        return [owned_range for segment in self._segments for owned_range in segment.runs]
+    def states(self) -> dict[FlatParamRange[int], FlatAdam]:
+        """All ranges that this rank owns, with their states. Moves parameters into their buffers, see move_in."""
+        self.move_in()
+        return self._states
 
     @property
     def sums(self) -> list[torch.Tensor]:
         """Views of the summed gradients of all ranges that this rank owns: [n] each, any float dtype."""
-        return [owned_range.grad for owned_range in self.runs]
+        return [one.grad for one in self.states]
 
     def sums_of(self, params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         """Returns this rank's reduced gradients of some parameters: [n] each, any float dtype.
@@ -247,8 +189,15 @@ class ShardedParams:
         Raises ValueError for a parameter that is not in the optimizer.
         """
         wanted = set(self.check_own(params))
-        found = ((one, member) for one in self.runs for member in one.members if member.param in wanted)
-        return [member.view_of(owned_range.grad) for owned_range, member in found]
+        found = ((one, member) for one in self.states for member in one.params if member.param in wanted)
+        return [member.view_of(one.grad) for one, member in found]
+
+    def updates_in(self, bucket: _ParamAndGradBucket) -> dict[int, list[AdamUpdate]]:
+        """Returns the operands of a step for this rank's ranges in a bucket, by the index of their parameter group."""
+        updates: dict[int, list[AdamUpdate]] = {}
+        for one in self._ranges_in.get((bucket.buffer, bucket.layout.index), ()):
+            updates.setdefault(one.group, []).append(AdamUpdate(self._states[one], one.grad, one.target, one.unpadded))
+        return updates
 
     @property
     def grad_use(self) -> GradUse:
@@ -285,7 +234,7 @@ class ShardedParams:
     def owned_ranges(self) -> list[StateRange]:
         """Returns the parameter ranges whose state this rank owns."""
         index = {param: place for place, param in enumerate(self.names)}
-        return [StateRange(index[part.param], part, one.state) for one in self.runs for part in one.members]
+        return [StateRange(index[part.param], part, state) for one, state in self.states.items() for part in one.params]
 
     def persistent_grad(self, param: nn.Parameter) -> torch.Tensor:
         """Returns the persistent gradient memory of a parameter: [*parameter shape], the dtype of the reduction.
@@ -350,37 +299,41 @@ class ShardedParams:
             return
         name = f"segment {len(self._segments)}"
         named = [(self.names[param], param) for param in params]
-        segment = _Segment(named, self.keys, memory=memory, plan=self._plan, name=name)
+        segment = _Segment(named, memory=memory, plan=self._plan, name=name)
         self._segments.append(segment)
         # Parameters without elements are in no bucket.
         self.groups_of.update((param, []) for param in params)
         for param, group in segment.groups_of():
             self.groups_of[param].append(group)
             group.on_arrival = partial(self._mark_arrived, group)
-        self.note_versions()
+        self._note_addresses(params)
         self._order.resume_accumulation()
-        self._order.attach(ChunkSync(segment.groups, nn.ParameterList(params), self._find_moved, _nothing))
+        self._order.attach(ChunkSync(segment.groups, nn.ParameterList(params), self._find_change, _nothing))
 
     def move_in(self) -> None:
         """Moves all registered parameters into their buffers and builds their states, if this has not been done yet."""
-        for segment in self._segments:
-            segment.move_in()
+        for segment in (segment for segment in self._segments if not segment.is_moved_in):
+            states = segment.move_in(self.keys)
+            for one in states:
+                self._ranges_in.setdefault((one.buffer, one.bucket), []).append(one)
+            self._states.update(states)
+            self._writes.append(ParamWrites(states))
+            self._writes[-1].note()
+            self._note_addresses(segment.params)
 
     def take_changes(self) -> None:
         """Updates masters before a step if other code has written to parameters, such as the model's load_state_dict.
 
         Writes are detected by the parameters' version counters, which are on the host.
         """
-        changed = {param for param in self.groups_of if param._version != self._versions[param]}
-        if changed:
-            for owned_range in self.runs:
-                if any(member.param in changed for member in owned_range.members):
-                    owned_range.take_changes()
-            self.note_versions()
+        self.move_in()
+        for writes in self._writes:
+            writes.take()
 
-    def note_versions(self) -> None:
+    def note_written(self) -> None:
         """Records that parameters currently agree with their masters."""
-        self._versions = {param: param._version for param in self.groups_of}
+        for writes in self._writes:
+            writes.note()
 
     def mark_awaited(self) -> None:
         """Makes reads of parameters raise RuntimeError until their gathers are complete."""
@@ -413,21 +366,27 @@ class ShardedParams:
                 "broadcast the model from one rank)"
             )
 
-    def _find_moved(self) -> str | None:
+    def _note_addresses(self, params: Iterable[nn.Parameter]) -> None:
+        # Addresses are compared, which does not synchronize with the device.
+        self._addresses.update((param, param.data_ptr()) for param in params)
+
+    def _find_change(self) -> str | None:
         """Describes a change to a parameter that would make updates miss it; None if there is no such change."""
-        frozen = next((param for param in self.groups_of if not param.requires_grad), None)
+        frozen = next((param for param in self._addresses if not param.requires_grad), None)
         if frozen is not None:
             return (
                 f"{self.names[frozen]} was frozen after the optimizer registered it: must remain trained; to freeze "
                 "it, call release(), freeze it and build a new optimizer"
             )
-        for segment in self._segments:
-            for place in segment.find_moved():
-                return (
-                    f"{self.names[place]} was moved, converted or assigned other data after the optimizer "
-                    "registered it: copy values into it (.data.copy_), or build the optimizer after the model is on "
-                    "its device and in its dtype"
-                )
+        # Parameters may not be read before their gather, but their addresses may.
+        with DisableTorchFunctionSubclass():
+            moved = next((param for param, before in self._addresses.items() if param.data_ptr() != before), None)
+        if moved is not None:
+            return (
+                f"{self.names[moved]} was moved, converted or assigned other data after the optimizer "
+                "registered it: copy values into it (.data.copy_), or build the optimizer after the model is on "
+                "its device and in its dtype"
+            )
         return None
 
 
@@ -435,18 +394,15 @@ class ShardedParams:
 
 
 class _Segment:
-    """Parameters that were registered together, and this rank's ranges of them.
-
-    named_params: in buffer order. keys: index of each parameter's group. name: the segment's name, for messages.
+    """Parameters that were registered together, in buffer order.
 
     Parameters of one dtype share a buffer, whose buckets may split them. Until move_in, parameters remain in their
-    original memory and have no states.
+    original memory. name: the segment's name, for messages.
     """
 
     def __init__(
         self,
         named_params: Sequence[tuple[str, nn.Parameter]],
-        keys: Mapping[nn.Parameter, int],
         *,
         memory: AdamMemory,
         plan: SegmentPlan,
@@ -458,9 +414,6 @@ class _Segment:
         for param_name, param in named_params:
             by_dtype.setdefault(param.dtype, []).append((param_name, param))
         self.buffers = [_buffer(members, memory, plan=plan) for members in by_dtype.values()]
-        self._keys = keys
-        self._ranges: list[FusedRange] | None = None
-        self._note_addresses()
         self.groups = [
             _ParamAndGradBucketGroup(
                 [bucket], name=f"{name}, bucket {bucket.layout.index} of {buffer.kind.param_dtype}"
@@ -468,44 +421,41 @@ class _Segment:
             for buffer in self.buffers
             for bucket in buffer.buckets
         ]
+        # Whether torch's kernel, which divides gradients in place, updates the whole segment.
+        self.is_plain = all(memory.is_plain(buffer.slots[0].param) for buffer in self.buffers)
+        self.is_moved_in = False
 
-    @property
-    def runs(self) -> list[FusedRange]:
-        """The ranges that this rank owns; the first access calls move_in."""
-        return self.move_in()
-
-    def move_in(self) -> list[FusedRange]:
+    def move_in(self, keys: Mapping[nn.Parameter, int]) -> dict[FlatParamRange[int], FlatAdam]:
         """Moves the parameters into their buffers, and returns this rank's ranges with newly built states.
 
-        Later calls only return the ranges.
+        keys: index of each parameter's group. Parameters that keep their own memory are not moved.
         """
-        if self._ranges is None:
-            self._ranges = []
-            for buffer in self.buffers:
-                if self.memory.is_flat:
-                    buffer.move_in()
-                self._ranges += _fused_ranges(buffer, memory=self.memory, keys=self._keys)
-            self._note_addresses()
-        return self._ranges
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether torch's kernel, which divides gradients in place, updates the whole segment."""
-        return all(self.memory.is_plain(buffer.slots[0].param) for buffer in self.buffers)
-
-    def find_moved(self) -> Iterator[nn.Parameter]:
-        """Yields the parameters whose memory has changed."""
-        with DisableTorchFunctionSubclass():
-            addresses = [param.data_ptr() for param in self.params]
-        return (param for param, now, before in zip(self.params, addresses, self._addresses) if now != before)
+        self.is_moved_in = True
+        states: dict[FlatParamRange[int], FlatAdam] = {}
+        for buffer in self.buffers:
+            if self.memory.is_flat:
+                buffer.move_in()
+            form = self.memory.form(buffer.slots[0].param)
+            for found in ranges_in(buffer, buffer.owned_spans(), groups=keys):
+                model = buffer.param_data[found.span.start : found.span.end]
+                state = FlatAdam.of_form(model if self.memory.is_flat else collect(found.members, model), form)
+                one = FlatParamRange(
+                    found.members,
+                    found.key,
+                    model,
+                    state.main,
+                    buffer,
+                    found.span,
+                    found.place,
+                    buffer.grad_of,
+                    staged=buffer.buckets[found.place].staged,
+                )
+                states[one] = state
+        return states
 
     def groups_of(self) -> Iterator[tuple[nn.Parameter, _ParamAndGradBucketGroup]]:
         """Yields each parameter with each bucket group that contains a part of it."""
         return ((slot.param, group) for group in self.groups for slot in group.slots)
-
-    def _note_addresses(self) -> None:
-        # Compares addresses, which does not synchronize with the device.
-        self._addresses = [param.data_ptr() for param in self.params]
 
 
 def _buffer(
@@ -543,30 +493,6 @@ def _buffer(
     return _ParamAndGradBuffer.of_kind(kind, members, settings=settings, storage=storage, flats=flats)
 
 
-def _fused_ranges(
-    buffer: _ParamAndGradBuffer, *, memory: AdamMemory, keys: Mapping[nn.Parameter, int]
-) -> Iterator[FusedRange]:
-    form = memory.form(buffer.slots[0].param)
-    for found in ranges_in(buffer, buffer.owned_spans(), groups=keys):
-        bucket, span = buffer.buckets[found.place], found.span
-        model = (
-            buffer.param_data[span.start : span.end]
-            if memory.is_flat
-            else _collect(found.members, numel=span.numel, dtype=buffer.kind.param_dtype, device=bucket.device)
-        )
-        yield FusedRange(
-            key=found.key,
-            members=found.members,
-            state=FlatAdam.of_form(model, form),
-            form=form,
-            grad=buffer.grad_of(span),
-            bucket=bucket,
-            start=span.start - bucket.owned.start,
-            model=model if bucket.staged is None else None,
-            ranges=_joined([member.span for member in found.members]),
-        )
-
-
 def poison(bucket: _ParamAndGradBucket) -> None:
     """Fills stale parameters of a bucket with NaN before the gather, for debugging."""
     # With a message, new values have not been copied to this rank's own part yet.
@@ -583,25 +509,6 @@ def _is_awaited(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
     """Returns whether parameters have stale values on this rank between an update and the end of their gather."""
     buckets = [bucket for group in groups for bucket in group.buckets]
     return any(bucket.staged is not None or group_size(bucket.settings.group) > 1 for bucket in buckets)
-
-
-def _joined(spans: Sequence[Span]) -> list[tuple[int, int]]:
-    """Joins adjacent spans and returns start and end of each result; see [Note: ends of parameters]."""
-    ranges: list[tuple[int, int]] = []
-    for span in spans:
-        if ranges and ranges[-1][1] == span.start:
-            ranges[-1] = (ranges[-1][0], span.end)
-        else:
-            ranges.append((span.start, span.end))
-    return ranges
-
-
-def _collect(members: Sequence[ParamRange], *, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Copies a range's parameters from separate memory into one tensor: [numel], their dtype."""
-    flat = torch.zeros(numel, dtype=dtype, device=device)
-    for member in members:
-        member.view_of(flat).copy_(flat_view(member.param)[member.start : member.start + member.span.numel])
-    return flat
 
 
 def _describe(name: str, param: nn.Parameter) -> str:

@@ -157,7 +157,7 @@ def load_adam_state_dict(shard: AdamShard, state_dict: Mapping[str, Any]) -> Non
 
     Sets the groups' hyper-parameters; a learning rate that is a tensor is updated in place. If the state dict has no
     masters, they are copied from the parameters, which must already be gathered. If it has masters, the caller updates
-    the parameters: adam.write_parameters for each flat range, and a gather as after a step.
+    the parameters: FlatParamRange.write_model, and a gather as after a step.
 
     Raises ValueError or RemoteRankError, on every rank and before anything changes, if groups differ, if entries are
     missing, unknown or have the wrong shape, if elements that this rank owns are missing, or if step counts differ

@@ -1,5 +1,7 @@
 """Runs of a rank that owns any part of a buffer: which elements they cover, and that shards step like the whole."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -15,7 +17,13 @@ from megatron.core.optimizer import OptimizerConfig, adam, flat_params
 from megatron.core.optimizer.adam import FusedRule, GradScale
 from megatron.core.optimizer.flat_params import FlatParamRange, build_ranges
 from megatron.core.optimizer.param_groups import ParamGrouping
-from megatron.core.optimizer.stored_floats import Plain
+from megatron.core.optimizer.stored_floats import (
+    Plain,
+    StoredFloats,
+    WithRemainder,
+    full_masters,
+    remainder_masters,
+)
 from tests.unit_tests.core.optimizer.reference import assert_same_parameters, tiny_model
 
 GRID = 64
@@ -117,3 +125,33 @@ def _step(buffer: Shard, config: OptimizerConfig) -> list[FlatParamRange]:
         buffer.grad_data.copy_(grads)  # an update may have changed them
         rule.update(GradScale(1.7), set(runs))
     return runs
+
+
+@pytest.mark.parametrize("main_of", [full_masters, remainder_masters])
+@pytest.mark.parametrize("sent", [torch.bfloat16, torch.float32])
+def test_parameters_are_written_as_a_step_rounds_them(
+    main_of: Callable[[torch.Tensor], StoredFloats], sent: torch.dtype
+) -> None:
+    # Includes ties halfway between two bf16 values.
+    values = (
+        (torch.randint(-(2**31), 2**31 - 2**25, (64 * 1025,)) | 0x8000).int().view(torch.float32).nan_to_num(0, 0, 0)
+    )
+    param = nn.Parameter(torch.zeros(values.numel(), dtype=torch.bfloat16))
+    kind = BufferKind(param.dtype, torch.float32, is_expert=False)
+    wire = BufferSettings(group=None, bucket_size=None, comm_dtype=sent)
+    buffer = _ParamAndGradBuffer.of_kind(kind, [("weight", param)], settings=wire)
+    (run,) = build_ranges(
+        [buffer], {param: ParamGrouping(OptimizerConfig(lr=0.1)).key_of("weight", param)}, main_of=main_of
+    )
+    run.main.write(0, values)
+    if isinstance(run.main, WithRemainder):
+        # The parameters already are the values that the remainders refer to.
+        assert run.target is None
+        run.write_model()
+        assert torch.equal(run.model, run.main.upper.view(torch.bfloat16))
+        assert torch.equal(run.main.read(0, run.main.numel), values)
+    else:
+        run = replace(run, staged=buffer.buckets[0].staged)
+        run.write_model()
+        assert run.target is not None and run.target.dtype == sent
+        assert torch.equal(run.target, values.to(sent))

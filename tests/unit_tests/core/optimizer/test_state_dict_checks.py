@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ, FlatAdam, Masters, StateForm, write_parameters
+from megatron.core.optimizer.adam import EXP_AVG, EXP_AVG_SQ
 from megatron.core.optimizer.state_dict import MASTERS, STEP, gather_torch_state_sync
 from tests.unit_tests.core.optimizer.spread_adam import SpreadAdam, any_state, make_params
 
@@ -124,22 +124,3 @@ def test_hyper_parameters_return_and_tensors_keep_their_memory() -> None:
     assert loaded.param_groups == wanted
     with pytest.raises(ValueError, match="bias_correction of param group 1 is False: must be True for torch.optim"):
         gather_torch_state_sync(saved.shard)
-
-
-@pytest.mark.parametrize("masters", [Masters.COPY, Masters.REMAINDERS])
-def test_parameters_are_written_as_a_step_rounds_them(masters: Masters) -> None:
-    # Includes ties halfway between two bf16 values.
-    values = (
-        (torch.randint(-(2**31), 2**31 - 2**25, (64 * 1025,)) | 0x8000).int().view(torch.float32).nan_to_num(0, 0, 0)
-    )
-    adam = FlatAdam.of_form(torch.zeros(values.numel(), dtype=torch.bfloat16), StateForm(masters=masters))
-    adam.main.write(0, values)
-    for dtype in (torch.bfloat16, torch.float32):
-        out = torch.full_like(values, torch.nan, dtype=dtype)
-        write_parameters(adam, out)
-        if masters is Masters.COPY:
-            assert torch.equal(out, values.to(dtype))
-        else:
-            # The gathered parameters must equal the values that the remainders refer to.
-            assert torch.equal(out, adam.main.upper.view(torch.bfloat16).to(dtype))
-            assert torch.equal(adam.main.read(0, adam.main.numel), values)
