@@ -47,7 +47,7 @@ from megatron.core.distributed.data_parallel_base import (
 )
 from megatron.core.distributed.ddp_debug import DdpDebug
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.forward_waits import ForwardWaits, forward_hook
+from megatron.core.distributed.forward_waits import ForwardWaits
 from megatron.core.distributed.grad_hooks import GradHookRunner, is_completed_later
 from megatron.core.distributed.grad_intake import GradIntake, StreamingIntake
 from megatron.core.distributed.iteration import CollectiveTrace, stage_group_of
@@ -178,10 +178,15 @@ class DistributedDataParallel(_BaseDataParallel):
         )
         self._hook_runner.hooks.adopt()
         self._intake = self._build_intake()
-        self._waits = ForwardWaits({param: [group] for param, group in self.param_to_bucket_group.items()}, root=module)
         self.align_param_gather = ddp_config.align_param_gather
         self.overlap_param_gather_with_optimizer_step = ddp_config.overlap_param_gather_with_optimizer_step
-        self._pre_hooks: list[Any] = []
+        self._waits = ForwardWaits(
+            self.launch_order,
+            self.param_to_bucket_group,
+            {param: [group] for param, group in self.param_to_bucket_group.items()},
+            prefetch=self._prefetches,
+            root=module,
+        )
         if ddp_config.overlap_param_gather:
             self.enable_forward_pre_hook()
 
@@ -418,28 +423,19 @@ class DistributedDataParallel(_BaseDataParallel):
                 "enable_forward_pre_hook was called with overlap_param_gather False: set it, or remove the call, "
                 "because without overlap_param_gather the optimizer's step gathers all parameters"
             )
-        if self._pre_hooks:
+        if self._waits.is_attached:
             raise ValueError("enable_forward_pre_hook was called twice: call disable_forward_pre_hook first")
         for module in self.module.modules():
-            if self._waits.below(module):
-                hook = self._pre_hook(partial(self._waits.before, module))
-                self._pre_hooks.append(module.register_forward_pre_hook(hook))
-            if self._waits.own(module):
-                # state_dict reads parameters; load_state_dict writes values that a later gather would overwrite.
-                hook = self._pre_hook(partial(self._waits.own, module))
-                self._pre_hooks.append(module.register_state_dict_pre_hook(hook))
-                self._pre_hooks.append(module.register_load_state_dict_pre_hook(hook))
+            self._waits.attach(module, kept=self)
 
     def disable_forward_pre_hook(self, param_sync: bool = True) -> None:
         """Removes the forward pre-hooks; ValueError if they are not enabled.
 
         param_sync: also gathers all parameters and waits for them. Collective.
         """
-        if not self._pre_hooks:
+        if not self._waits.is_attached:
             raise ValueError("disable_forward_pre_hook was called without enable_forward_pre_hook")
-        for handle in self._pre_hooks:
-            handle.remove()
-        self._pre_hooks.clear()
+        self._waits.detach()
         if param_sync:
             self.start_param_sync(force_sync=True)
 
@@ -463,7 +459,7 @@ class DistributedDataParallel(_BaseDataParallel):
         and a new optimizer built. Post-accumulate hooks are moved back to the parameters, from which the next wrapper
         adopts them. This wrapper must not be used afterwards.
         """
-        if self._pre_hooks:
+        if self._waits.is_attached:
             self.disable_forward_pre_hook(param_sync=False)
         self.launch_order.finish_param_sync(self._groups)
         self.launch_order.close()
@@ -516,13 +512,6 @@ class DistributedDataParallel(_BaseDataParallel):
             self._intake.forget()
         for buffer in self.all_buffers:
             buffer.reset()
-
-    def _pre_hook(self, groups: Callable[[], Sequence[_ParamAndGradBucketGroup]]) -> Callable[..., None]:
-        return forward_hook(groups, need=partial(self._need, prefetch=self._prefetches))
-
-    def _need(self, groups: Iterable[_ParamAndGradBucketGroup], *, prefetch: bool) -> None:
-        for group in groups:
-            self.launch_order.need(group, prefetch=prefetch)
 
     def _in_order_of_backward(self) -> list[_ParamAndGradBucketGroup]:
         # A bucket is complete when backward has reached the first of its modules.

@@ -8,21 +8,19 @@ are allocated. Unless `init_params` registers it, this happens when the first gr
 follow the order of gradients. Each call registers one segment, whose parameters share no buckets with other segments.
 """
 
-import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_forward_pre_hook
 
 from megatron.core.dense_memory import check_apart, check_dense
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
-from megatron.core.distributed.forward_waits import ForwardWaits, NoWait
+from megatron.core.distributed.forward_waits import ForwardWaits
 from megatron.core.distributed.iteration import MethodNames
 from megatron.core.distributed.launch_sequence import ReduceScope
 from megatron.core.distributed.scheduler import CollectiveScheduler
@@ -183,7 +181,8 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         )
         self._forward = None
         if overlap_param_sync:
-            self._forward = _ForwardGathers(self._shards.names, self._shards.groups_of, need=self._need)
+            self._forward = ForwardWaits(order, self._shards.names, self._shards.groups_of, prefetch=True)
+            self._forward.attach_when_called()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a parameter group; its trained parameters move into buckets with their first gradients.
@@ -426,9 +425,9 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
         Collective while their gather is pending.
         """
-        self._need(
-            dict.fromkeys(group for param in as_params(params) for group in self._shards.groups_of.get(param, ()))
-        )
+        found = (group for param in as_params(params) for group in self._shards.groups_of.get(param, ()))
+        for group in dict.fromkeys(found):
+            self._order.need(group, prefetch=True)
 
     # State dicts.
 
@@ -500,7 +499,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._grads.release()
         self._order.leave()
         if self._forward is not None:
-            self._forward.remove()
+            self._forward.detach()
 
     def __getstate__(self) -> NoReturn:
         raise TypeError(
@@ -577,10 +576,6 @@ class DistributedFusedAdam(torch.optim.Optimizer):
     def _sums_of(self, parameters: nn.Parameter | Iterable[nn.Parameter] | None) -> list[torch.Tensor]:
         return self._shards.sums if parameters is None else self._shards.sums_of(as_params(parameters))
 
-    def _need(self, groups: Iterable[_ParamAndGradBucketGroup]) -> None:
-        for group in groups:
-            self._order.need(group, prefetch=True)
-
     def _update(self, scale: GradScale) -> None:
         groups = self._shards.groups
         self._shards.take_changes()
@@ -631,95 +626,3 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
 def _is_numbers(values: Any) -> bool:
     return isinstance(values, (list, tuple)) and all(isinstance(value, int) for value in values)
-
-
-# Hooks in which modules wait for their parameters (overlap_param_sync).
-
-
-class _ForwardGathers:
-    """Makes the modules that own parameters wait for their gathers before forward.
-
-    An optimizer has references to parameters, not to modules. A global module hook finds the modules that own optimizer
-    parameters when they are first called, and registers hooks on them. params: the optimizer's parameters; groups_of:
-    the groups that gather each registered parameter; both may grow. need: waits for groups.
-    """
-
-    def __init__(
-        self,
-        params: Collection[nn.Parameter],
-        groups_of: Mapping[nn.Parameter, Sequence[_ParamAndGradBucketGroup]],
-        *,
-        need: Callable[[Iterable[_ParamAndGradBucketGroup]], None],
-    ) -> None:
-        self._params, self._groups_of, self._need = params, groups_of, need
-        self._num_gathered = len(groups_of)
-        self._waits = ForwardWaits(groups_of)
-        self._known: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-        self._handles: list[Any] = []
-        # A weak reference, because the hook is global and must not keep an unused optimizer alive.
-        attach_new = weakref.WeakMethod(self._attach_new)
-
-        # Breaks the graph of a compiled module: whether to wait is known only when it runs.
-        @torch.compiler.disable
-        def look(module: nn.Module, *unused: Any) -> None:
-            if (method := attach_new()) is not None:
-                method(module)
-
-        self._handles.append(register_module_forward_pre_hook(look))
-        weakref.finalize(self, self._handles[0].remove)
-
-    def remove(self) -> None:
-        """Removes all hooks."""
-        for handle in self._handles:
-            handle.remove()
-
-    def _attach_new(self, module: nn.Module) -> None:
-        """Registers hooks on modules not seen before; called before each forward."""
-        if module in self._known:
-            return
-        below = list(module.modules())
-        new = [part for part in below if part not in self._known]
-        self._known.update(below)
-        if not any(param in self._params for param in module.parameters()):
-            return
-        for part in new:
-            self._attach(part)
-        # The new hooks do not run in this call.
-        self.wait(lambda waits: waits.before(module))
-
-    def _attach(self, module: nn.Module) -> None:
-        if any(param in self._params for param in module.parameters()):
-            wait = _Wait(self, lambda waits: waits.before(module))
-            # Runs before the module's other hooks, which may read its weights, as in weight_norm.
-            self._handles.append(module.register_forward_pre_hook(wait, prepend=True))
-        if any(param in self._params for param in module.parameters(recurse=False)):
-            # state_dict reads parameters; load_state_dict writes values that a later gather would overwrite.
-            wait = _Wait(self, lambda waits: waits.own(module))
-            self._handles.append(module.register_state_dict_pre_hook(wait))
-            self._handles.append(module.register_load_state_dict_pre_hook(wait))
-
-    def wait(self, groups: Callable[[ForwardWaits], Iterable[_ParamAndGradBucketGroup]]) -> None:
-        """Waits for the groups that `groups` returns."""
-        if len(self._groups_of) != self._num_gathered:
-            # Parameters were registered that ForwardWaits does not know of.
-            self._num_gathered = len(self._groups_of)
-            self._waits.forget()
-        self._need(groups(self._waits))
-
-
-class _Wait:
-    """Module hook with a weak reference to its owner; in a stored or copied module it does nothing."""
-
-    def __init__(
-        self, gathers: _ForwardGathers, groups: Callable[[ForwardWaits], Iterable[_ParamAndGradBucketGroup]]
-    ) -> None:
-        self._gathers, self._groups = weakref.ref(gathers), groups
-
-    @torch.compiler.disable
-    def __call__(self, *unused: Any) -> None:
-        gathers = self._gathers()
-        if gathers is not None:
-            gathers.wait(self._groups)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return NoWait, ()
