@@ -230,7 +230,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         asked = self._memory.replaced(memory)
         given = [*self._shards.names] if params is None else self._shards.check_own(as_params(params))
         taken = self._shards.groups_of
-        self._shards.register([param for param in given if param.requires_grad and param not in taken], asked)
+        self._grads.register([param for param in given if param.requires_grad and param not in taken], asked)
         self._shards.move_in()
 
     def init_params_bucket(self, params: nn.Parameter | Iterable[nn.Parameter], **memory: Any) -> None:
@@ -455,7 +455,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             state_dict_format = wanted
         for before in self._optimizer_state_dict_pre_hooks.values():
             before(self)
-        self._shards.register_rest()
+        self._grads.register_rest()
         shard = self._adam_shard()
         given: Any = gather_torch_state_sync(shard) if state_dict_format == "torch" else None
         if state_dict_format != "torch":
@@ -478,7 +478,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
             # A shard saved by one rank fits only the layout it was saved with, which the first backward determined.
             for params in self._shards.in_order(order):
                 self.init_params(params)
-        self._shards.register_rest()
+        self._grads.register_rest()
         self._order.finish_param_sync(self._shards.groups)
         load_adam_state_dict(self._adam_shard(), state_dict)
         self._order.mark_stale(self._shards.groups)
@@ -603,7 +603,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._count.add_(1 if scale.skip is None else scale.skip == 0)
         if grad_use is GradUse.DIVIDE:
             self._scaling.note_divided(scale.skip)
-        self._grads.note_step()
+        self._order.iteration.mark_stepped()
         if self._forward is None:
             self._order.note_update()
             self._order.finish_param_sync(groups)

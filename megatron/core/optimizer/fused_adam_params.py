@@ -154,7 +154,7 @@ class ShardedParams:
     """
 
     def __init__(self, plan: SegmentPlan, order: CollectiveScheduler, *, memory: AdamMemory, is_captured: bool) -> None:
-        self._plan, self._order, self._memory, self._is_captured = plan, order, memory, is_captured
+        self._plan, self._order, self.memory, self._is_captured = plan, order, memory, is_captured
         self._segments: list[_Segment] = []
         self.names: dict[nn.Parameter, str] = {}
         self.keys: dict[nn.Parameter, int] = {}
@@ -164,8 +164,6 @@ class ShardedParams:
         self._writes: list[ParamWrites] = []
         # Of every registered parameter, to detect that its memory was replaced.
         self._addresses: dict[nn.Parameter, int] = {}
-        # Unregistered parameters with a gradient, in the order in which their gradients became ready.
-        self._with_early_grad: dict[nn.Parameter, None] = {}
 
     @property
     def groups(self) -> list[_ParamAndGradBucketGroup]:
@@ -260,29 +258,17 @@ class ShardedParams:
                 )
         return given
 
-    def note_early_grad(self, param: nn.Parameter) -> None:
-        """Records that an unregistered parameter has a gradient."""
-        self._with_early_grad[param] = None
-
-    def forget_early_grads(self) -> None:
-        """Drops the records of note_early_grad."""
-        self._with_early_grad.clear()
-
-    def register_rest(self) -> None:
-        """Registers the remaining trained parameters, in the order of their first gradients. Collective."""
-        waiting = self.waiting
-        if waiting:
-            in_order = self._agreed_order([*self._with_early_grad])
-            self._with_early_grad.clear()
-            found = set(in_order)
-            # Reversed, because buffers place the last parameter first.
-            self.register([*(param for param in waiting if param not in found), *reversed(in_order)], self._memory)
-        if self._is_captured:
-            # Without a capture, parameters are moved when states are first used, after full gradients were freed.
-            self.move_in()
+    def agreed_order(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+        """Merges the orders in which ranks give parameters into one order, the same on all ranks. Collective."""
+        places = {param: place for place, param in enumerate(self.names)}
+        by_place = list(self.names)
+        orders = gather_objects([places[param] for param in params], self._plan.grid.ranks)
+        # A rank's backward may have reached only some of the parameters.
+        everywhere = dict.fromkeys(place for order in orders for place in order)
+        return [by_place[place] for place in everywhere]
 
     def register(self, params: Sequence[nn.Parameter], memory: AdamMemory) -> None:
-        """Registers parameters as a new segment. params: in buffer order.
+        """Registers parameters as a new segment. params: in buffer order. The scheduler must be collecting gradients.
 
         Collective. Raises ValueError on all ranks if parameters or settings differ between ranks.
         """
@@ -307,8 +293,10 @@ class ShardedParams:
             self.groups_of[param].append(group)
             group.on_arrival = partial(self._mark_arrived, group)
         self._note_addresses(params)
-        self._order.resume_accumulation()
         self._order.attach(ChunkSync(segment.groups, nn.ParameterList(params), self._find_change, _nothing))
+        if self._is_captured:
+            # Without a capture, parameters are moved when states are first used, after full gradients were freed.
+            self.move_in()
 
     def move_in(self) -> None:
         """Moves all registered parameters into their buffers and builds their states, if this has not been done yet."""
@@ -343,15 +331,6 @@ class ShardedParams:
         states = (ParamState.ARRIVED, ParamState.CURRENT)
         own = [slot.param for slot in group.slots]
         _allow_reads(param for param in own if all(part.param_state in states for part in self.groups_of[param]))
-
-    def _agreed_order(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Merges the parameter orders of all ranks into one order. Collective."""
-        places = {param: place for place, param in enumerate(self.names)}
-        by_place = list(self.names)
-        orders = gather_objects([places[param] for param in params], self._plan.grid.ranks)
-        # A rank's backward may have reached only some of the parameters.
-        everywhere = dict.fromkeys(place for order in orders for place in order)
-        return [by_place[place] for place in everywhere]
 
     def _check_equal(self, own: list[str]) -> None:
         ranks = gather_objects(own, self._plan.grid.ranks)
