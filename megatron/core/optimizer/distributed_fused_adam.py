@@ -8,9 +8,9 @@ are allocated. Unless `init_params` registers it, this happens when the first gr
 follow the order of gradients. Each call registers one segment, whose parameters share no buckets with other segments.
 """
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -583,33 +583,33 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._order.mark_stale(groups)
         grad_use = self._shards.grad_use
         rates = [self._rates_of(key) for key in range(len(self.param_groups))]
-        under_way: deque[_ParamAndGradBucketGroup] = deque()
-        for group in self._order.gather_order:
-            # Each group has exactly one bucket.
-            (bucket,) = group.buckets
-            if scale.skip is not None and bucket.staged is not None:
-                # A skipped update does not write to the message, which is still sent.
-                bucket.staged.fill()
-            for key, updates in self._shards.updates_in(bucket).items():
-                adam_step(updates, rates[key], scale=scale, grads=grad_use)
-            if self._forward is None:
-                self._order.start_param_sync([group])
-                under_way.append(group)
-                if len(under_way) > self._pipeline_size:
-                    # Limits memory: each gather in flight may hold a message of a bucket's size.
-                    self._order.need(under_way.popleft(), prefetch=False)
-            elif self._debug:
-                poison(bucket)
+        update = partial(self._update_group, scale=scale, rates=rates, grads=grad_use)
+        if self._forward is None:
+            self._order.gather_updated(update, max_in_flight=self._pipeline_size)
+        else:
+            for group in groups:
+                update(group)
+            self._shards.mark_awaited()
         self._count.add_(1 if scale.skip is None else scale.skip == 0)
         if grad_use is GradUse.DIVIDE:
             self._scaling.note_divided(scale.skip)
         self._order.iteration.mark_stepped()
+        self._order.note_update()
         if self._forward is None:
-            self._order.note_update()
             self._order.finish_param_sync(groups)
-        else:
-            self._shards.mark_awaited()
-            self._order.note_update()
+
+    def _update_group(
+        self, group: _ParamAndGradBucketGroup, *, scale: GradScale, rates: list[AdamRates], grads: GradUse
+    ) -> None:
+        # Each group has exactly one bucket.
+        (bucket,) = group.buckets
+        if scale.skip is not None and bucket.staged is not None:
+            # A skipped update does not write to the message, which is still sent.
+            bucket.staged.fill()
+        for key, updates in self._shards.updates_in(bucket).items():
+            adam_step(updates, rates[key], scale=scale, grads=grads)
+        if self._debug:
+            poison(bucket)
 
     def _rates_of(self, key: int) -> AdamRates:
         group, lr = self.param_groups[key], self._rates[key]

@@ -426,7 +426,8 @@ class _Segment:
                     buffer,
                     found.span,
                     found.place,
-                    buffer.grad_of,
+                    # The memory of sums persists, so its view is built only once.
+                    partial(_only, buffer.grad_of(found.span)),
                     staged=buffer.buckets[found.place].staged,
                 )
                 states[one] = state
@@ -492,6 +493,10 @@ def _is_awaited(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
 
 def _describe(name: str, param: nn.Parameter) -> str:
     return f"{name} of shape {tuple(param.shape)}, strides {param.stride()} and {param.dtype}"
+
+
+def _only(grad: torch.Tensor, _: Span) -> torch.Tensor:
+    return grad
 
 
 def _nothing() -> None:
