@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     Priority,
     TensorSpec,
 )
-from megatron.core.transformer.moe.paged_stash.reserve import Reserve
+from megatron.core.transformer.moe.paged_stash.stash import Reserve
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, GroupKey
 from tests.counts import long_count
 from tests.unit_tests.core.transformer.moe.paged_stash.group_schedules import SCHEDULES, stash_events
