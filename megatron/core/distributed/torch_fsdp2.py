@@ -37,6 +37,7 @@ from megatron.core.distributed.torch_fsdp2_iteration import (
     EndOfBackwardRelease,
     FsdpIteration,
     StreamingRelease,
+    UnitRelease,
 )
 from megatron.core.distributed.torch_fsdp2_shards import (
     ReleasedShardBuffer,
@@ -151,28 +152,31 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
         sharding.set_prefetch(layers)
         order = in_order_of_backward(self.units, layers)
         is_later = partial(is_completed_later, config=config, groups=self.pg_collection)
-        self._flat_buffers = sharding.build_buffers(self._shards, order, is_later=is_later)
+        self._flat_buffers = buffers = sharding.build_buffers(self._shards, order, is_later=is_later)
         # Trained shards of meta parameters have memory now, in the buffers.
         deferred.fill(self._shards.all)
         self._wrapped = WrappedShards(module, self._shards.all)
         # Later writes to the shards make gathered parameters stale.
         self._gathered = GatheredParams(module, self._shards.all)
-        groups = unit_groups(self._flat_buffers, order)
-        self._hook_runner = ShardHookRunner(
-            [group for of_unit in groups.values() for group in of_unit],
+        groups_of_units = unit_groups(buffers, order)
+        self._hook_runner = hook_runner = ShardHookRunner(
+            [group for of_unit in groups_of_units.values() for group in of_unit],
             is_later=is_later,
             sharded=self._wrapped.sharded,
         )
-        self._hook_runner.hooks.adopt()
+        hook_runner.hooks.adopt()
         checks = GradChecks.of(ddp_config)
+        units: UnitRelease
+        if ddp_config.release_gradients:
+            units = StreamingRelease(groups_of_units, buffers, hook_runner=hook_runner, checks=checks)
+        else:
+            units = EndOfBackwardRelease(buffers, hook_runner=hook_runner, checks=checks)
         self._iteration = FsdpIteration(
-            self._flat_buffers,
+            buffers,
             checks,
             groups=self.pg_collection,
-            hook_runner=self._hook_runner,
-            units=StreamingRelease(groups, self._flat_buffers, hook_runner=self._hook_runner, checks=checks)
-            if ddp_config.release_gradients
-            else EndOfBackwardRelease(self._flat_buffers, hook_runner=self._hook_runner, checks=checks),
+            hook_runner=hook_runner,
+            units=units,
             find_change=self._wrapped.find_problem,
         )
         # Last, because its hooks run before those of fully_shard and of GatheredParams.
