@@ -9,7 +9,7 @@ from tests.structure.tour import differences, listed_nouns
 # Number of files that a step enters, of public classes that own an entered function, and of nouns. A class and its base
 # count as one noun, and records are listed separately. Lower the numbers when the code shrinks; an increase needs a
 # reason.
-FILES, FILES_WITH_WRAPPING_AND_SAVING, PUBLIC_CLASSES, NOUNS = 21, 27, 23, 19
+FILES, FILES_WITH_WRAPPING_AND_SAVING, PUBLIC_CLASSES, NOUNS = 19, 27, 22, 19
 
 
 @pytest.fixture(scope="module")

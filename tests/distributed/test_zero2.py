@@ -280,7 +280,7 @@ def _measure(overlap: str, zero2: bool) -> tuple[int, int, int, float]:
             peaks.append(memory.peak_of(pass_back))
         run.optimizer.step()
     spans = [span for buffer in run.model.all_buffers for span in buffer.owned_spans()]
-    grads = [buffer.grad_of(span) for buffer in run.model.all_buffers for span in buffer.owned_spans()]
+    grads = [buffer.grad_of(bucket) for buffer in run.model.all_buffers for bucket in range(len(buffer.owned_spans()))]
     assert len(grads) == len(spans)
     held = sum({grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for grad in grads}.values())
     return (

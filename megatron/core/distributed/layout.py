@@ -52,13 +52,16 @@ class Span:
         start = max(self.start, other.start)
         return Span(start, max(0, min(self.end, other.end) - start))
 
+    def within(self, whole: "Span") -> slice:
+        """Returns the place of these elements in a tensor of the elements of `whole`, which contains them."""
+        return slice(self.start - whole.start, self.end - whole.start)
+
 
 def locate(part: Span, spans: Sequence[Span]) -> tuple[int, slice]:
     """Returns the index of the span that contains `part`, in sorted `spans`, and the slice of `part` within it."""
     # The last span that begins at or before the part, because an empty span may begin at the same index.
     index = bisect_right(spans, part.start, key=lambda span: span.start) - 1
-    start = part.start - spans[index].start
-    return index, slice(start, start + part.numel)
+    return index, part.within(spans[index])
 
 
 @dataclass(frozen=True, eq=False)
@@ -189,8 +192,8 @@ class FlatBuffer(Protocol):
         """Returns views of the parts of a parameter's reduced gradient that this rank owns: [N], grad_data's dtype."""
         ...
 
-    def grad_of(self, span: Span) -> torch.Tensor:
-        """Returns the reduced gradients of one owned span, a view: [span.numel], grad_data's dtype."""
+    def grad_of(self, bucket: int) -> torch.Tensor:
+        """Returns the reduced gradients of a bucket's owned span, a view: [elements of the span], grad_data's dtype."""
         ...
 
     def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:

@@ -25,7 +25,7 @@ from megatron.core.distributed.bucket_storage import (
 )
 from megatron.core.distributed.collectives import ReductionPolicy
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.distributed.layout import BufferLayout, ParamSlot, Span, lay_out, locate
+from megatron.core.distributed.layout import BufferLayout, ParamSlot, Span, lay_out
 from megatron.core.logical_tensors import canonical_name
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
@@ -279,13 +279,12 @@ class _ParamAndGradBuffer:
 
     def owned_grads(self, slot: ParamSlot) -> list[torch.Tensor]:
         """Returns views of the parts of a parameter's reduced gradient that this rank owns: [N], gradient dtype."""
-        parts = [slot.span.intersection(owned) for owned in self._owned]
-        return [self.grad_of(part) for part in parts if part.numel]
+        parts = [(bucket, slot.span.intersection(bucket.owned)) for bucket in self.buckets]
+        return [bucket.reduced_grad()[part.within(bucket.owned)] for bucket, part in parts if part.numel]
 
-    def grad_of(self, span: Span) -> torch.Tensor:
-        """Returns the reduced gradients of one owned span, a view: [span.numel], the gradients' dtype."""
-        index, part = locate(span, self._owned)
-        return self.buckets[index].grads.owned_grad()[part]
+    def grad_of(self, bucket: int) -> torch.Tensor:
+        """Returns the reduced gradients of a bucket's owned span: [elements of the span], the gradients' dtype."""
+        return self.buckets[bucket].reduced_grad()
 
     def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
         """Returns whether element `start` of the flattened parameter is stored at memory address `address`."""

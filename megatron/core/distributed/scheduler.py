@@ -362,17 +362,15 @@ class CollectiveScheduler(Turns):
             if group in groups:
                 self._launch_gathers(up_to=group)
 
-    def gather_updated(
-        self, update: Callable[[_ParamAndGradBucketGroup], None], *, max_in_flight: int | None = None
-    ) -> None:
-        """Calls `update` for each group in gather_order and launches the group's gather right after it. Collective.
+    def gather_each(self, *, max_in_flight: int | None = None) -> Iterator[_ParamAndGradBucketGroup]:
+        """Yields each group in gather_order, for the caller to update it, and then launches its gather. Collective.
 
         max_in_flight: maximum number of these gathers in flight, each of which may hold a message buffer; None means no
         limit.
         """
         in_flight: deque[_ParamAndGradBucketGroup] = deque()
         for group in self.gather_order:
-            update(group)
+            yield group
             self.start_param_sync([group])
             in_flight.append(group)
             if max_in_flight is not None and len(in_flight) > max_in_flight:

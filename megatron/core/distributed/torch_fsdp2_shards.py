@@ -257,8 +257,9 @@ class ShardedFlatBuffer:
         """Returns a view of this rank's shard of a parameter's gradient, if not empty: [N], grad_data's dtype."""
         return [self._place_of(slot)] if slot.span.numel else []
 
-    def grad_of(self, span: Span) -> torch.Tensor:
-        """Returns the gradients of one owned span, a view: [span.numel], grad_data's dtype."""
+    def grad_of(self, bucket: int) -> torch.Tensor:
+        """Returns the gradients of a bucket, a view: [elements of its span], grad_data's dtype."""
+        span = self.layout.buckets[bucket].span
         return self.grad_data[span.start : span.end]
 
     def is_attached(self, param: nn.Parameter, *, start: int, address: int) -> bool:
@@ -398,10 +399,9 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
         for bucket in self._grads:
             super().open_grads(bucket)
 
-    def grad_of(self, span: Span) -> torch.Tensor:
-        """Returns the gradients of one owned span of an open bucket, a view: [span.numel], grad_data's dtype."""
-        bucket, part = locate(span, self._owned)
-        return self._grads[bucket][part]
+    def grad_of(self, bucket: int) -> torch.Tensor:
+        """Returns the gradients of an open bucket: [elements of its span], grad_data's dtype."""
+        return self._grads[bucket]
 
     def zero_grads(self) -> None:
         """Frees all gradients and allows every bucket to be opened again."""
@@ -436,7 +436,10 @@ class ReleasedShardBuffer(ShardedFlatBuffer):
 
     def _place_of(self, slot: ParamSlot) -> torch.Tensor:
         # A parameter without elements may lie after the last bucket.
-        return self.grad_of(slot.span) if slot.span.numel else self.param_data.new_zeros(0)
+        if not slot.span.numel:
+            return self.param_data.new_zeros(0)
+        bucket, part = locate(slot.span, self._owned)
+        return self._grads[bucket][part]
 
 
 def _lay_out(sizes_of_units: Sequence[Sequence[int]]) -> BufferLayout:
@@ -467,7 +470,7 @@ class UnitBucket:
 
     def reduced_grad(self) -> torch.Tensor:
         """Returns this rank's shards of the unit's gradient: [n], fp32 or fp64, a view."""
-        return self.buffer.grad_of(self.layout.span)
+        return self.buffer.grad_of(self.layout.index)
 
 
 class UnitGroup:

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from megatron.core.config_field import require_defaults
 from megatron.core.dist_checkpointing.mapping import ShardedState
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.layout import BufferLayout, FlatBuffer
@@ -293,14 +292,10 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         together = [rule for rule in self._rules if rule.is_collective]
         self.update_ranges(scale, self._runs, rules=together)
         rest = [rule for rule in self._rules if not rule.is_collective]
-
-        def update(group: _ParamAndGradBucketGroup) -> None:
+        for group in (group for scheduler in self._gather_schedulers for group in scheduler.gather_each()):
             places = [(bucket.buffer, bucket.layout.index) for bucket in group.buckets]
             ranges = [one for place in places for one in self._ranges_in.get(place, [])]
             self.update_ranges(scale, ranges, rules=rest)
-
-        for scheduler in self._gather_schedulers:
-            scheduler.gather_updated(update)
 
 
 def _gather_sync(

@@ -10,7 +10,6 @@ follow the order of gradients. Each call registers one segment, whose parameters
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, NoReturn, cast
 
 import torch
@@ -583,19 +582,17 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._order.mark_stale(groups)
         grad_use = self._shards.grad_use
         rates = [self._rates_of(key) for key in range(len(self.param_groups))]
-        update = partial(self._update_group, scale=scale, rates=rates, grads=grad_use)
-        if self._forward is None:
-            self._order.gather_updated(update, max_in_flight=self._pipeline_size)
-        else:
-            for group in groups:
-                update(group)
+        gathers_now = self._forward is None
+        for group in self._order.gather_each(max_in_flight=self._pipeline_size) if gathers_now else groups:
+            self._update_group(group, scale=scale, rates=rates, grads=grad_use)
+        if not gathers_now:
             self._shards.mark_awaited()
         self._count.add_(1 if scale.skip is None else scale.skip == 0)
         if grad_use is GradUse.DIVIDE:
             self._scaling.note_divided(scale.skip)
         self._order.iteration.mark_stepped()
         self._order.note_update()
-        if self._forward is None:
+        if gathers_now:
             self._order.finish_param_sync(groups)
 
     def _update_group(

@@ -38,12 +38,12 @@ class FlatParamRange(Generic[_Key]):
     """This rank's part of adjacent parameters that share dtype and parameter group.
 
     model: [N], the parameters' dtype; parameters are views of it, or it is on the meta device if they keep their own
-    memory. main: the N values that the optimizer updates, either `model` itself or masters of any storage form.
-    span: the range's position in `buffer`; N is a multiple of 64. Padding between parameters is always zero in `model`,
-    `main` and `grad`, so norms and updates can include it. bucket: index into the owned spans of `buffer`. grad_of:
-    returns a view of the reduced gradients of one owned span, [span.numel]. on_host: whether `main` is in host memory;
-    on a CPU it marks the share that a GPU would offload. staged: the message buffer from which updated parameters are
-    gathered; None if they are written to `model`.
+    memory. main: the N values that the optimizer updates, either `model` itself or masters of any storage form. span:
+    the range's position in `buffer`; N is a multiple of 64. Padding between parameters is always zero in `model`,
+    `main` and `grad`, so norms and updates can include it. bucket: index into the owned spans of `buffer`. part: the
+    range's position in that span. grad_of: returns the reduced gradients of a bucket's owned span. on_host: whether
+    `main` is in host memory; on a CPU it marks the share that a GPU would offload. staged: the message buffer from
+    which updated parameters are gathered; None if they are written to `model`.
     """
 
     params: list[ParamRange]
@@ -53,14 +53,15 @@ class FlatParamRange(Generic[_Key]):
     buffer: FlatBuffer
     span: Span
     bucket: int
-    grad_of: Callable[[Span], torch.Tensor]
+    part: slice
+    grad_of: Callable[[int], torch.Tensor]
     on_host: bool = False
     staged: StagedParams | None = None
 
     @property
     def grad(self) -> torch.Tensor:
         """The reduced gradients: [N], the buffer's dtype, a view of their current memory."""
-        return self.grad_of(self.span)
+        return self.grad_of(self.bucket)[self.part]
 
     @property
     def has_master(self) -> bool:
@@ -187,29 +188,39 @@ def build_ranges(
     *,
     main_of: Callable[[torch.Tensor], StoredFloats] = full_masters,
     host_fraction: float = 0.0,
-    grads_of: Mapping[FlatBuffer, Callable[[Span], torch.Tensor]] | None = None,
+    grads_of: Mapping[FlatBuffer, Callable[[int], torch.Tensor]] | None = None,
 ) -> list[FlatParamRange[GroupKey]]:
     """Joins this rank's parts of each buffer's parameters into ranges, in the order of the buffers.
 
     groups: the parameter group of every parameter in the buffers. main_of: builds the masters of parameters, [N], any
     floating dtype. host_fraction: fraction of each owned span whose masters are in host memory. grads_of: for each
-    buffer without persistent gradients, a function that returns the gradients of an owned span, [span.numel], a view.
+    buffer without persistent gradients, a function that returns the gradients of a bucket's owned span.
     """
     ranges: list[FlatParamRange[GroupKey]] = []
     for buffer in buffers:
         grad_of = buffer.grad_of if grads_of is None else grads_of[buffer]
+        owned = buffer.owned_spans()
         parts = [
             (part, kept, bucket)
-            for bucket, owned in enumerate(buffer.owned_spans())
-            for part, kept in _by_memory(owned, main_of, host_fraction=host_fraction)
+            for bucket, span in enumerate(owned)
+            for part, kept in _by_memory(span, main_of, host_fraction=host_fraction)
         ]
         for found in ranges_in(buffer, [part for part, _, _ in parts], groups=groups):
             _, kept, bucket = parts[found.place]
             model = buffer.param_data[found.span.start : found.span.end]
-            on_host = kept is host_masters
-            place = found.span
             ranges.append(
-                FlatParamRange(found.members, found.key, model, kept(model), buffer, place, bucket, grad_of, on_host)
+                FlatParamRange(
+                    found.members,
+                    found.key,
+                    model,
+                    kept(model),
+                    buffer,
+                    found.span,
+                    bucket,
+                    found.span.within(owned[bucket]),
+                    grad_of,
+                    on_host=kept is host_masters,
+                )
             )
     return ranges
 

@@ -415,7 +415,8 @@ class _Segment:
             if self.memory.is_flat:
                 buffer.move_in()
             form = self.memory.form(buffer.slots[0].param)
-            for found in ranges_in(buffer, buffer.owned_spans(), groups=keys):
+            owned = buffer.owned_spans()
+            for found in ranges_in(buffer, owned, groups=keys):
                 model = buffer.param_data[found.span.start : found.span.end]
                 state = FlatAdam.of_form(model if self.memory.is_flat else collect(found.members, model), form)
                 one = FlatParamRange(
@@ -426,8 +427,8 @@ class _Segment:
                     buffer,
                     found.span,
                     found.place,
-                    # The memory of sums persists, so its view is built only once.
-                    partial(_only, buffer.grad_of(found.span)),
+                    found.span.within(owned[found.place]),
+                    buffer.grad_of,
                     staged=buffer.buckets[found.place].staged,
                 )
                 states[one] = state
@@ -493,10 +494,6 @@ def _is_awaited(groups: Iterable[_ParamAndGradBucketGroup]) -> bool:
 
 def _describe(name: str, param: nn.Parameter) -> str:
     return f"{name} of shape {tuple(param.shape)}, strides {param.stride()} and {param.dtype}"
-
-
-def _only(grad: torch.Tensor, _: Span) -> torch.Tensor:
-    return grad
 
 
 def _nothing() -> None:

@@ -20,7 +20,7 @@ from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.grad_hooks import ReadyBucket, ReleasedBucket
-from megatron.core.distributed.layout import FlatBuffer, Span, locate
+from megatron.core.distributed.layout import FlatBuffer
 from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.optimizer.adam import GradScale, UpdateRule
@@ -85,7 +85,6 @@ class HandedGrads:
 
     def __init__(self, buffer: FlatBuffer) -> None:
         self.buffer = buffer
-        self._owned = buffer.owned_spans()
         self._grads: dict[int, Tensor] = {}
 
     def hold(self, bucket: int, grad: Tensor) -> None:
@@ -103,10 +102,9 @@ class HandedGrads:
         """Releases the memory of all held gradients."""
         self._grads.clear()
 
-    def grad_of(self, span: Span) -> Tensor:
-        """Returns a view of the gradients of one owned span: [span.numel], any float dtype."""
-        bucket, part = locate(span, self._owned)
-        return self._grads[bucket][part]
+    def grad_of(self, bucket: int) -> Tensor:
+        """Returns the gradients of a bucket's owned span: [elements of the span], any float dtype."""
+        return self._grads[bucket]
 
 
 class _Iteration(Enum):

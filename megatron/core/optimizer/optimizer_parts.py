@@ -271,9 +271,9 @@ class _ParamBuffer:
         return [self.layout.spans[0]]
 
     def owned_grads(self, slot: ParamSlot) -> list[torch.Tensor]:
-        return [self.grad_of(slot.span)]
+        return [self.grad_of(0)]
 
-    def grad_of(self, span: Span) -> torch.Tensor:
+    def grad_of(self, bucket: int) -> torch.Tensor:
         """Returns the parameter's main_grad, or else its grad, in memory order; empty if it has neither."""
         grad = persistent_gradient(self._param)
         if grad is None:
@@ -291,7 +291,7 @@ def _range_of(name: str, param: nn.Parameter, key: GroupKey) -> FlatParamRange:
     buffer, span = _ParamBuffer(name, param), Span(0, param.numel())
     model = buffer.param_data
     member = ParamRange(name, param, span, 0)
-    return FlatParamRange([member], key, model, full_masters(model), buffer, span, 0, buffer.grad_of)
+    return FlatParamRange([member], key, model, full_masters(model), buffer, span, 0, slice(None), buffer.grad_of)
 
 
 def _main_param(run: FlatParamRange, param: nn.Parameter) -> nn.Parameter:

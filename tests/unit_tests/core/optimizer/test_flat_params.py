@@ -44,6 +44,9 @@ class Shard(_ParamAndGradBuffer):
     def owned_spans(self) -> list[Span]:
         return self.owned
 
+    def grad_of(self, bucket: int) -> torch.Tensor:
+        return self.grad_data[self.owned[bucket].start : self.owned[bucket].end]
+
     def runs(self, config: OptimizerConfig) -> list[FlatParamRange]:
         keys = {slot.param: ParamGrouping(config).key_of(slot.name, slot.param) for slot in self.slots}
         return build_ranges([self], keys, host_fraction=config.host_fraction)
