@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.config_field import require_defaults
-from megatron.core.group_collectives import all_gather_rows, all_reduce_sum, reduce_scatter_rows
+from megatron.core.group_collectives import Pending, all_gather_rows, all_reduce_sum, reduce_scatter_rows
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
@@ -125,7 +125,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(PlainFunction):
         """
         _require_plain_product(grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype)
         ctx.save_for_backward(input, weight)
-        # None for a collective that the layer does not need, which then sends nothing.
+        # None for a collective that the layer does not need.
         ctx.gather_group = tp_group if sequence_parallel else None
         ctx.sum_group = tp_group if allreduce_dgrad else None
         # The weight itself, because hooks on saved tensors may return a different tensor.
@@ -139,7 +139,8 @@ class LinearWithGradAccumulationAndAsyncCommunication(PlainFunction):
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, needs_bias, *others = ctx.needs_input_grad
         # Started first, so that the gather overlaps with the GEMM of the input's gradient.
-        whole = all_gather_rows(x, ctx.gather_group if needs_weight else None)
+        gathers = needs_weight and ctx.gather_group is not None
+        whole = all_gather_rows(x, ctx.gather_group) if gathers else Pending(x, None)
         grad_x = grad_weight = grad_bias = None
         if needs_x:
             grad_whole = grad_output.matmul(weight)
