@@ -194,7 +194,7 @@ class UpdatesInBackward(GradStats):
         if self._iteration is _Iteration.HELD:
             handed.hold(index, bucket.keep())
             return
-        # Before the first parameter changes; step() ends with mark_whole.
+        # Before the first parameter changes. The update in step() calls mark_whole.
         self._optimizer.mark_half_done(_UNFINISHED_STEP)
         ranges = self._ranges_in.get(key, [])
         with handed.holding(index, bucket.grad):
