@@ -58,7 +58,7 @@ class Run:
     def __init__(self, case: Case, *, seed: int = 0) -> None:
         self.model = Net(case.dtype, seed)
         kernel, *others = self.model.parameters()
-        groups = [{"params": [kernel], "lr": 0.02, "weight_decay": 0.0}, {"params": others}]
+        groups: list[dict[str, Any]] = [{"params": [kernel], "lr": 0.02, "weight_decay": 0.0}, {"params": others}]
         rates: dict[str, Any] = {"lr": 0.01, "betas": (0.75, 0.5), "eps": 1e-6, "weight_decay": 0.125}
         self.optimizer = DistributedFusedAdam(
             groups, **rates, bucket_cap_mb=BUCKET_MIB, average_grad_sync=False, **case.settings

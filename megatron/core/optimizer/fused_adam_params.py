@@ -160,6 +160,8 @@ class ShardedParams:
         self.keys: dict[nn.Parameter, int] = {}
         self.groups_of: dict[nn.Parameter, list[_ParamAndGradBucketGroup]] = {}
         self._states: dict[FlatParamRange[int], FlatAdam] = {}
+        # Views of the summed gradients, built only once, because the memory of sums persists.
+        self._sums: dict[FlatParamRange[int], torch.Tensor] = {}
         self._ranges_in: dict[tuple[FlatBuffer, int], list[FlatParamRange[int]]] = {}
         self._writes: list[ParamWrites] = []
         # Of every registered parameter, to detect that its memory was replaced.
@@ -179,7 +181,8 @@ class ShardedParams:
     @property
     def sums(self) -> list[torch.Tensor]:
         """Views of the summed gradients of all ranges that this rank owns: [n] each, any float dtype."""
-        return [one.grad for one in self.states]
+        self.move_in()
+        return list(self._sums.values())
 
     def sums_of(self, params: Iterable[nn.Parameter]) -> list[torch.Tensor]:
         """Returns this rank's reduced gradients of some parameters: [n] each, any float dtype.
@@ -188,13 +191,15 @@ class ShardedParams:
         """
         wanted = set(self.check_own(params))
         found = ((one, member) for one in self.states for member in one.params if member.param in wanted)
-        return [member.view_of(one.grad) for one, member in found]
+        return [member.view_of(self._sums[one]) for one, member in found]
 
     def updates_in(self, bucket: _ParamAndGradBucket) -> dict[int, list[AdamUpdate]]:
         """Returns the operands of a step for this rank's ranges in a bucket, by the index of their parameter group."""
         updates: dict[int, list[AdamUpdate]] = {}
         for one in self._ranges_in.get((bucket.buffer, bucket.layout.index), ()):
-            updates.setdefault(one.group, []).append(AdamUpdate(self._states[one], one.grad, one.target, one.unpadded))
+            updates.setdefault(one.group, []).append(
+                AdamUpdate(self._states[one], self._sums[one], one.target, one.unpadded)
+            )
         return updates
 
     @property
@@ -305,6 +310,7 @@ class ShardedParams:
             for one in states:
                 self._ranges_in.setdefault((one.buffer, one.bucket), []).append(one)
             self._states.update(states)
+            self._sums.update((one, one.grad) for one in states)
             self._writes.append(ParamWrites(states))
             self._writes[-1].note()
             self._note_addresses(segment.params)
