@@ -24,17 +24,13 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
 from megatron.core.device.triton_compile import CompileCase
+from megatron.core.fusions import triton_activations
+from megatron.core.fusions.gated_activation import ActivationForm
 from megatron.core.optimizer import triton_adam
 from megatron.core.optimizer.stored_floats import Plain, Rounded, ScaledHalf, StoredFloats, WithRemainder
 from megatron.core.transformer import triton_rope
 from megatron.core.transformer.moe import triton_router, triton_rows
-from megatron.core.transformer.moe.paged_stash import (
-    triton_activations,
-    triton_biases,
-    triton_grouped_gemm,
-    triton_kernels,
-)
-from megatron.core.transformer.moe.paged_stash.activations import ActivationForm
+from megatron.core.transformer.moe.paged_stash import triton_biases, triton_grouped_gemm, triton_kernels
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     Held,
     PlacedTensor,

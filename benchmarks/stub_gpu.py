@@ -49,7 +49,7 @@ int cuModuleGetFunction(void **function, void *module, const char *name) { *func
 /* 0: threads of a block; others: registers and spills. */
 int cuFuncGetAttribute(int *value, int attribute, void *function) { *value = attribute == 0 ? 1024 : 0; return 0; }
 """
-_NAMESPACES = ("paged_stash", "static_rows", "router", "rope")
+_NAMESPACES = ("activation", "paged_stash", "static_rows", "router", "rope")
 
 
 def missing_requirement() -> str | None:
@@ -179,6 +179,7 @@ def _add_product(x: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, 
 @contextlib.contextmanager
 def gpu_paths() -> Iterator[None]:
     """Context manager that selects the paths of half-precision training on an H200, for tensors on the CPU."""
+    from megatron.core.fusions import gated_activation
     from megatron.core.tensor_parallel import weight_grads
     from megatron.core.transformer import norms
     from megatron.core.transformer.moe import dispatch_static, experts, grouped_gemm
@@ -195,6 +196,7 @@ def gpu_paths() -> Iterator[None]:
         return dispatch_static.padded_rank_rows
 
     with (
+        mock.patch.object(gated_activation, "has_kernel", lambda _: True),
         mock.patch.object(experts, "product_kernel", product_kernel),
         mock.patch.object(grouped_gemm, "product_kernel", product_kernel),
         mock.patch.object(grouped_gemm, "_adds_in_kernel", lambda _: True),

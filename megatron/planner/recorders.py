@@ -38,7 +38,7 @@ from megatron.planner.work import (
 RECOMPUTE = "recompute"
 _FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
-_COUNTED = {"aten", "paged_stash", "rope", "router", "static_rows"}
+_COUNTED = {"aten", "activation", "paged_stash", "rope", "router", "static_rows"}
 # Grouped GEMMs of torch, and of experts with static buffers.
 GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad"}
 # Operators that move no bytes: allocations, views, and reads by the host.

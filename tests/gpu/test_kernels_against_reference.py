@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.fusions.gated_activation import ops as activation_ops
 from megatron.core.transformer.moe.paged_stash.expert_ops import ops
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     Counter,
@@ -170,18 +171,18 @@ def test_activations_agree_and_recomputations_have_their_bits(
     named: dict[str, Any] = {"num_rows": num_rows.to(DEVICE), "activation": activation}
     on_device = gate_up.to(DEVICE), scale.to(DEVICE)
     forward, again = (torch.full((capacity, ffn), 7, dtype=dtype, device=DEVICE) for _ in range(2))
-    ops.gated_activation(*on_device, out=forward, **named)
+    activation_ops.gated_activation(*on_device, out=forward, **named)
     for needed in (0, 1):
-        ops.act_from_gate_up(*on_device, needed=torch.tensor([needed], device=DEVICE), out=again, **named)
+        activation_ops.gated_activation(*on_device, needed=torch.tensor([needed], device=DEVICE), out=again, **named)
         assert torch.equal(again, forward if needed else torch.full_like(forward, 7))
     grads = [torch.full_like(value, 7) for value in on_device]
     out = {"grad_gate_up": grads[0], "grad_scale": grads[1]}
-    ops.gated_activation_backward(grad.to(DEVICE), on_device[0], scale=on_device[1], **out, **named)
+    activation_ops.gated_activation_backward(grad.to(DEVICE), on_device[0], scale=on_device[1], **out, **named)
     exact = [torch.zeros(value.shape, dtype=torch.float64) for value in (forward, gate_up, scale)]
     named["num_rows"] = num_rows
-    ops.gated_activation(gate_up.double(), scale.double(), out=exact[0], **named)
+    activation_ops.gated_activation(gate_up.double(), scale.double(), out=exact[0], **named)
     out = {"grad_gate_up": exact[1], "grad_scale": exact[2]}
-    ops.gated_activation_backward(grad.double(), gate_up.double(), scale=scale.double(), **out, **named)
+    activation_ops.gated_activation_backward(grad.double(), gate_up.double(), scale=scale.double(), **out, **named)
     for value, right in zip((forward, *grads), exact, strict=True):
         assert near(value[:rows], right[:rows], ERROR[dtype]) and (value[rows:] == 7).all()
 

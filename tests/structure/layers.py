@@ -24,19 +24,20 @@ class Layer:
 # The first pattern that matches a module's full name applies.
 LAYERS = (
     Layer(0, "package", r"megatron"),  # the version; imports nothing
-    Layer(0, "kernels", r"megatron\.core\.autograd"),  # torch alone
+    Layer(0, "kernels", r"megatron\.core\.(activations|autograd|operator_library)"),  # torch alone
     # torch and triton alone
     Layer(
         0,
         "kernels",
         r"megatron\.core\.device\.(pinned_memory|streams|torch_internals|triton_compile|triton_launch)",
     ),
-    Layer(0, "kernels", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?", step=1),
+    Layer(0, "kernels", r"megatron\.core\.fusions\.(gated_activation|triton_activations)", step=1),
+    Layer(0, "kernels", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?", step=2),
     Layer(1, "base", r"megatron\.core\.(\w+\.)*enums"),
     Layer(
         1,
         "base",
-        r"megatron\.core\.(absent_features|activations|config_field|dense_memory|device(\..+)?|files"
+        r"megatron\.core\.(absent_features|config_field|dense_memory|device(\..+)?|files"
         r"|graphs(\..+)?|logical_tensors|num_microbatches_calculator|packed_seq_params|rerun_state_machine|timers)",
     ),
     Layer(1, "base", r"megatron\.(version_flag|core\.package_info)"),

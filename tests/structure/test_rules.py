@@ -59,7 +59,7 @@ def test_a_rule_tells_bad_from_good(rule: str, bad: str, good: str) -> None:
         ("megatron/core/optimizer/clip_grads.py", "def f_sync(t): return [g.tolist() for g in t]", False),
         ("megatron/training/checkpointing/rng_state.py", "a = b.tolist()", False),
         ("megatron/training/step/update.py", "a = b.item()", True),
-        ("megatron/core/fusions/gated_sigmoid.py", "a = b.numpy()", True),
+        ("megatron/core/fusions/gated_activation.py", "a = b.numpy()", True),
         ("pretrain_gpt.py", "a = b.item()", True),
         ("megatron/core/datasets/gpt_dataset.py", "a = b.tolist()", False),
     ],

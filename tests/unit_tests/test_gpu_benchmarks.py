@@ -236,7 +236,7 @@ class OperatorBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        if str(func.namespace) in ("static_rows", "paged_stash"):
+        if str(func.namespace) in ("activation", "static_rows", "paged_stash"):
             name = str(func).split(".")[1]
             tensors = [one for one in (*args, *(kwargs or {}).values(), result) if isinstance(one, Tensor)]
             self.counts[name] = self.counts.get(name, 0) + 1

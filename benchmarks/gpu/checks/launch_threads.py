@@ -14,7 +14,7 @@ DEVICE = checked_device()  # before importing Triton, which then decides whether
 import triton  # noqa: E402
 import triton.language as tl  # noqa: E402
 
-from megatron.core.transformer.moe.paged_stash.expert_ops import ops  # noqa: E402
+from megatron.core.fusions.gated_activation import ops  # noqa: E402
 
 NUMEL = 1000
 
@@ -75,7 +75,7 @@ def main() -> None:
     ops.gated_activation(gate_up, scale, num_rows=rows, activation="swiglu", out=out)
     gate, up = gate_up.chunk(2, dim=-1)
     torch.testing.assert_close(out, torch.nn.functional.silu(gate) * up)
-    print("holds: the stash's SwiGLU is correct", flush=True)
+    print("holds: SwiGLU is correct", flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from benchmarks.gpu.checks.ceilings import COPIED_BYTES, SMALL_BYTES, copy_rate,
 from benchmarks.gpu.checks.side_workers import Send, Task
 from benchmarks.gpu.shapes import RANKS, SHAPES, SMALL, Shape
 from megatron.core.device import default_device, device_name
-from megatron.core.transformer.moe.paged_stash import expert_ops
+from megatron.core.fusions.gated_activation import ops as activation_ops
 from megatron.core.transformer.moe.static_rows import ops as row_ops
 from megatron.core.transformer.rope import RotaryEmbedding, split_and_rotate
 
@@ -84,7 +84,7 @@ def row_sum(one: Operands) -> Kernel:
 def activation(one: Operands) -> Kernel:
     """Returns SwiGLU with the rows' weights."""
     return Kernel(
-        lambda: expert_ops.ops.gated_activation(
+        lambda: activation_ops.gated_activation(
             one.gate_up, one.weights, num_rows=one.num_rows, out=one.act, activation="swiglu"
         ),
         one.gate_up.nbytes + one.weights.nbytes + one.act.nbytes,
@@ -94,7 +94,7 @@ def activation(one: Operands) -> Kernel:
 def activation_gradient(one: Operands) -> Kernel:
     """Returns the gradient of SwiGLU and of the rows' weights."""
     return Kernel(
-        lambda: expert_ops.ops.gated_activation_backward(
+        lambda: activation_ops.gated_activation_backward(
             one.act,
             one.gate_up,
             scale=one.weights,

@@ -1,4 +1,4 @@
-"""Prepared launches of Triton kernels, and the grid arithmetic of their launchers. Contains no kernels.
+"""Prepared launches of Triton kernels, and the grid arithmetic and checks of their launchers. Contains no kernels.
 
 [Note: prepared launches] kernel[grid](...) spends 15 to 40 us of Python per launch: it binds all arguments by name,
 classifies each of them, and looks the compiled kernel up by a string of all classes and options. In training, a launch
@@ -216,3 +216,15 @@ def num_processors(device: int) -> int:
 def next_power_of_2(number: int) -> int:
     """Returns the smallest power of 2 that is at least `number`, which must be positive."""
     return 1 << (number - 1).bit_length()
+
+
+def check_dtypes(*dtypes: torch.dtype) -> None:
+    """Raises ValueError unless all dtypes are fp32, bf16 or fp16."""
+    for dtype in dtypes:
+        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ValueError(f"{dtype} is not supported: only fp32, bf16 and fp16 have kernels")
+
+
+def check_adjacent_columns(width: int, *column_strides: int) -> None:
+    """Asserts that columns of rows of `width` elements are adjacent in memory."""
+    assert width <= 1 or set(column_strides) <= {0, 1}, f"columns must be adjacent, not {column_strides} apart"

@@ -1,10 +1,10 @@
-"""SwiGLU under the names that Megatron users import; gated_sigmoid.py implements it."""
+"""SwiGLU under the names that Megatron users import; gated_activation.py implements it."""
 
 from torch import Tensor
 
-from megatron.core.fusions.gated_sigmoid import GatedSigmoid
+from megatron.core.fusions.gated_activation import ActivationForm, activate
 
-_SWIGLU = GatedSigmoid()
+_SWIGLU = ActivationForm("swiglu")
 
 
 def bias_swiglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
@@ -12,7 +12,7 @@ def bias_swiglu_impl(input: Tensor, bias: Tensor | None) -> Tensor:
 
     input: [*, 2F], gate before up, any float dtype; bias: [2F] or None. Returns [*, F], same dtype.
     """
-    return _SWIGLU(input if bias is None else input + bias, None)
+    return activate(input if bias is None else input + bias, None, form=_SWIGLU)
 
 
 def weighted_bias_swiglu_impl(input: Tensor, bias: Tensor | None, weights: Tensor) -> Tensor:
@@ -21,4 +21,4 @@ def weighted_bias_swiglu_impl(input: Tensor, bias: Tensor | None, weights: Tenso
     input: [R, 2F], gate before up, any float dtype; bias: [2F] or None; weights: [R, 1], fp32 or the input's dtype.
     Returns [R, F], the input's dtype.
     """
-    return _SWIGLU(input if bias is None else input + bias, weights)
+    return activate(input if bias is None else input + bias, weights, form=_SWIGLU)

@@ -1,16 +1,13 @@
 """The dense feed-forward layer, which SequentialMLP also uses as an expert. Grouped experts are in moe/experts.py."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
-import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from megatron.core.activations import QUICK_GELU_GAIN, quick_gelu
 from megatron.core.config_field import require_defaults
-from megatron.core.fusions.gated_sigmoid import GatedSigmoid
+from megatron.core.fusions.gated_activation import GatedActivation, scaled
 from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
@@ -18,9 +15,6 @@ from megatron.core.tensor_parallel.param_attributes import param_facts, set_tens
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-
-# (x [*, F_in], bias=[F_in] or None, scale=[*, 1], weight per row, or None) -> [*, F], x's dtype
-Activation = Callable[..., Tensor]
 
 
 @dataclass
@@ -136,15 +130,17 @@ class MLP(MegatronModule):
             )
         scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
         intermediate, bias = self.linear_fc1(hidden_states)  # [*, F] or, gated, [*, 2F]
-        output, output_bias = self.linear_fc2(self.activation(intermediate, bias=bias, scale=scale))
+        if bias is not None:
+            intermediate = intermediate + bias
+        output, output_bias = self.linear_fc2(self.activation(intermediate, scale))
         # The activations were scaled before fc2. The output bias still has to be scaled.
         if output_bias is not None and scale is not None:
             output_bias = (output_bias * scale).to(output.dtype)
         return output, output_bias
 
-    def _by_module(self, x: Tensor, *, bias: Tensor | None, scale: Tensor | None) -> Tensor:
+    def _by_module(self, x: Tensor, scale: Tensor | None) -> Tensor:
         assert self.activation_func is not None
-        return _scaled(self.activation_func(x if bias is None else x + bias), scale)
+        return scaled(self.activation_func(x), scale)
 
     def logical_pieces(self, prefix: str) -> dict[str, list[LogicalPiece]]:
         """Describes a gated linear_fc1 as stored tensors over all ranks, gate and up: [F, H], or [F] for a bias."""
@@ -171,34 +167,11 @@ def gate_up_pieces(key: str, shape: tuple[int, ...], *, group: ProcessGroup | No
     ]
 
 
-def build_activation(config: TransformerConfig) -> Activation:
-    """Builds the configured activation, with a fused function for SwiGLU and quick GeGLU."""
-    function = config.activation_func
-    clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
-
-    def plain(x: Tensor, *, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-        return _scaled(function(x if bias is None else x + bias), scale)
-
-    def gated(x: Tensor, *, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-        gate, up = (x if bias is None else x + bias).chunk(2, dim=-1)
-        if clamp is not None:
-            gate, up = gate.clamp(max=clamp), up.clamp(min=-clamp, max=clamp)
-        return _scaled(function(gate) * (up + offset if offset else up), scale)
-
-    if not config.gated_linear_unit:
-        return plain
-    # Common gates use a fused autograd function. For other gates, autograd saves all intermediate tensors.
-    gains = {F.silu: 1.0, quick_gelu: QUICK_GELU_GAIN}
-    if function not in gains:
-        return gated
-    unit = GatedSigmoid(gains[function], clamp, offset)
-
-    def fused(x: Tensor, *, bias: Tensor | None, scale: Tensor | None) -> Tensor:
-        return unit(x if bias is None else x + bias, scale)
-
-    return fused
-
-
-def _scaled(x: Tensor, scale: Tensor | None) -> Tensor:
-    # Routing weights are fp32, so the result is cast back to the dtype of the activations.
-    return x if scale is None else (x * scale).to(x.dtype)
+def build_activation(config: TransformerConfig) -> GatedActivation:
+    """Returns the configured activation."""
+    return GatedActivation(
+        config.activation_func,
+        config.gated_linear_unit,
+        clamp=config.activation_func_clamp_value,
+        offset=config.glu_linear_offset,
+    )

@@ -22,10 +22,10 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.device import default_device
+from megatron.core.operator_library import operator
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.kept_dtypes import KeepsDtypes, mark_kept_dtype
 from megatron.core.transformer.context_parallel import split_sequence
-from megatron.core.transformer.moe.paged_stash.operator_library import operator
 from megatron.core.transformer.norms import inverse_rms, narrower, one_plus, plain_rms_norm, plain_rms_norm_grads
 from megatron.core.transformer.yarn_config import YarnConfig
 

@@ -22,11 +22,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.core.activations import quick_gelu, squared_relu
+from megatron.core.activations import ACTIVATIONS
 from megatron.core.config_field import require_defaults
+from megatron.core.fusions.gated_activation import ActivationForm, GatedActivation
 from megatron.core.logical_tensors import LogicalPiece, model_logical_pieces
 from megatron.core.model_parallel_config import ConstantInit, InitMethod, init_of_matrix
 from megatron.core.parallel_state import existing_process_groups
@@ -43,7 +43,6 @@ from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation
 from megatron.core.transformer.module import MegatronModule, part, run_and_keep
 from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, product_kernel, row_offsets
 from megatron.core.transformer.moe.paged_stash import (
-    ActivationForm,
     Priority,
     Recompute,
     StashGroup,
@@ -108,7 +107,7 @@ class GroupedMLP(MegatronModule):
         self.fc1_width = self.ffn_hidden_size * (2 if config.gated_linear_unit else 1)
         self.activation = build_activation(config)
         is_static = config.moe_expert_rank_capacity_factor is not None
-        self.static_activation = static_activation(config) if is_static else None
+        self.static_form = static_form(self.activation) if is_static else None
         hidden = config.hidden_size
         # Megatron's shapes. The memory layout is [e, H, 2F] and [e, F, H].
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
@@ -175,15 +174,14 @@ class GroupedMLP(MegatronModule):
                 grad_input_buffer=(grad_input_buffer, None),
             )
         offsets = row_offsets(tokens_per_expert)
-        if self.static_activation is not None:
-            form = self.static_activation
+        if self.static_form is not None:
             output = self._static_forward(
-                permuted_local_hidden_states, permuted_probs, offsets=offsets, form=form, group=group
+                permuted_local_hidden_states, permuted_probs, offsets=offsets, form=self.static_form, group=group
             )
             return output, None
         gate_up = self._fc1(permuted_local_hidden_states, offsets=offsets)  # [R, 2F]
         # The weight is applied to act, because its rows are the narrowest to save for backward.
-        act, release = self.parts.moe_act(self._weighted_activation, gate_up, permuted_probs.unsqueeze(-1))  # [R, F]
+        act, release = self.parts.moe_act(self.activation, gate_up, permuted_probs.unsqueeze(-1))  # [R, F]
         output = _product(act, self.weight2, offsets=offsets)  # [R, H]
         if self.bias2 is not None:
             output = add_expert_bias(output, self.bias2, offsets=offsets, scale=permuted_probs, share=self._bias2_share)
@@ -198,9 +196,6 @@ class GroupedMLP(MegatronModule):
         if self.bias1 is not None:
             product = add_expert_bias(product, self.bias1, offsets=offsets)
         return product if self.linear_fc1 is None else self.linear_fc1(product, rows, offsets=offsets)
-
-    def _weighted_activation(self, gate_up: Tensor, weights: Tensor) -> Tensor:
-        return self.activation(gate_up, bias=None, scale=weights)
 
     @property
     def _bias2_share(self) -> float:
@@ -219,7 +214,6 @@ class GroupedMLP(MegatronModule):
         of live rows.
         """
         num_rows = offsets[-1:].long()
-        fields: dict[str, Any] = {"activation": form.name, "clamp": form.clamp, "offset": form.offset}
         if group is not None:
             group.rows(rows, weights)
         is_recomputed = group is not None and group.may_recompute
@@ -230,14 +224,14 @@ class GroupedMLP(MegatronModule):
         # num_rows is an argument because a runner that recomputes the part saves the arguments for backward as autograd
         # does, and CUDA graphs keep their memory alive. Nothing would keep the memory of a tensor in a closure alive.
         def activation(gate_up: Tensor, weights: Tensor, num_rows: Tensor) -> Tensor:
-            return gated_activation(gate_up, weights, num_rows=num_rows, **fields)
+            return gated_activation(gate_up, weights, num_rows=num_rows, **form.arguments)
 
         act, release = self.parts.moe_act(activation, gate_up, weights, num_rows)  # [C, F]
         if group is not None:
             again = self._recompute_gate_up(rows, offsets=offsets)
             group.mark(gate_up, priority=Priority.GATE_UP, recompute=again, sources=(rows, *low))
             if self.parts.moe_act is run_and_keep:
-                again = recompute_act(num_rows, **fields)
+                again = recompute_act(num_rows, **form.arguments)
                 group.mark(act, priority=Priority.ACT, recompute=again, sources=(gate_up, weights))
             else:
                 # The runner of moe_act recomputes or offloads act itself.
@@ -522,27 +516,16 @@ class ExpertAdapter(MegatronModule):
 
 # --- Static buffers: activations and GEMMs of live rows ---
 
-# (activation_func, gated_linear_unit) -> the kernels' name for this combination.
-_ACTIVATIONS = {
-    (F.silu, True): "swiglu",
-    (F.gelu, True): "geglu",
-    (quick_gelu, True): "quick_geglu",
-    (F.silu, False): "silu",
-    (F.gelu, False): "gelu",
-    (quick_gelu, False): "quick_gelu",
-    (squared_relu, False): "squared_relu",
-}
 
-
-def static_activation(config: TransformerConfig) -> ActivationForm:
-    """Returns the configured activation as an ActivationForm; raises ValueError if it has no kernel."""
-    chosen = config.activation_func, config.gated_linear_unit
-    if chosen not in _ACTIVATIONS:
+def static_form(activation: GatedActivation) -> ActivationForm:
+    """Returns the activation by name; raises ValueError if it has no name, and hence no kernel for live rows."""
+    if activation.form is None:
+        names = [name for name, known in ACTIVATIONS.items() if known.function is not None]
         raise ValueError(
-            f"activation_func is {config.activation_func} with gated_linear_unit {config.gated_linear_unit}: with "
-            f"moe_expert_rank_capacity_factor it must be one of {', '.join(_ACTIVATIONS.values())}"
+            f"activation_func is {activation.function} with gated_linear_unit {activation.is_gated}: with "
+            f"moe_expert_rank_capacity_factor it must be one of {', '.join(names)}"
         )
-    return ActivationForm(_ACTIVATIONS[chosen], config.activation_func_clamp_value, config.glu_linear_offset)
+    return activation.form
 
 
 def _product(

@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 
 from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
+from megatron.core.operator_library import operator
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.kept_dtypes import mark_kept_dtype
@@ -41,7 +42,6 @@ from megatron.core.transformer.moe.aux_losses import (
     with_even_loads,
     z_loss_func,
 )
-from megatron.core.transformer.moe.paged_stash.operator_library import operator
 from megatron.core.transformer.moe.permutation import Routing
 from megatron.core.transformer.moe.router_replay import Choose, RouterReplay
 from megatron.core.transformer.recompute import Drawing

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.autograd import PlainFunction, first_order
-from megatron.core.transformer.moe.paged_stash.operator_library import operator
+from megatron.core.operator_library import operator
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Launchers, which have the operators' names.

@@ -17,8 +17,8 @@ triton = pytest.importorskip("triton")
 from benchmarks import kernel_launches  # noqa: E402
 from megatron.core.device import triton_launch  # noqa: E402
 from megatron.core.device.triton_launch import PreparedLaunch, is_known_run, known_knobs, next_power_of_2  # noqa: E402
+from megatron.core.fusions.gated_activation import ActivationForm  # noqa: E402
 from megatron.core.transformer.moe import triton_rows  # noqa: E402
-from megatron.core.transformer.moe.paged_stash.activations import ActivationForm  # noqa: E402
 from tests.counts import long_count  # noqa: E402
 
 BACKEND = triton.compiler.make_backend(triton.backends.compiler.GPUTarget("cuda", 90, 32))

@@ -1,6 +1,7 @@
 """Autograd functions of norms, rotary embeddings and SwiGLU: gradients, dtypes, strided and frozen inputs."""
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -9,10 +10,9 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from megatron.core.device import RowChunks
-from megatron.core.fusions import gated_sigmoid
+from megatron.core.fusions import gated_activation
 from megatron.core.fusions.fused_bias_swiglu import bias_swiglu_impl, weighted_bias_swiglu_impl
-from megatron.core.fusions.gated_sigmoid import GatedSigmoid
+from megatron.core.fusions.gated_activation import ActivationForm, activate
 from megatron.core.transformer.dot_product_attention import validate_backend
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.norms import LayerNorm, Norm, RMSNorm, rms_norm
@@ -20,11 +20,12 @@ from megatron.core.transformer.rope import RotaryEmbedding, apply_rotary_pos_emb
 from tests.unit_tests.core.models.small_models import small_config
 
 HALF = [torch.bfloat16, torch.float16]
+CLAMPED_UNIT = ActivationForm("quick_geglu", clamp=0.8, offset=1.0)
 
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gated_sigmoid, "_CHUNKS", RowChunks(cpu_elements=32, gpu_elements=32))
+    monkeypatch.setattr(gated_activation, "_CPU_ELEMENTS", 32)
 
 
 def table(width: int, percent: float = 1.0, dtype: torch.dtype = torch.float64) -> RotaryEmbedding:
@@ -52,7 +53,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]]]] = {
     "swiglu": (lambda x: bias_swiglu_impl(x, None), [(5, 2, 8)]),
     "biased swiglu": (bias_swiglu_impl, [(5, 8), (8,)]),
     "weighted swiglu": (swiglu, [(9, 8), (9, 1)]),
-    "clamped unit": (GatedSigmoid(1.702, clamp=0.8, offset=1.0), [(9, 8), (9, 1)]),
+    "clamped unit": (partial(activate, form=CLAMPED_UNIT), [(9, 8), (9, 1)]),
     "split and rotate": (rotated, [(4, 2, 2, 4, 6)]),
     "split and rotate a third": (lambda x: split_and_rotate(x, table(6, 0.34)(4)), [(4, 2, 2, 4, 6)]),
     "rotate interleaved": (interleaved, [(4, 2, 3, 6)]),

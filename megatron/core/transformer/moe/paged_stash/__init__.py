@@ -3,7 +3,7 @@
 manager.py provides Megatron-LM's names as thin wrappers of PagedStash.
 """
 
-from megatron.core.transformer.moe.paged_stash.activations import ActivationForm
+from megatron.core.fusions.gated_activation import ActivationForm
 from megatron.core.transformer.moe.paged_stash.expert_ops import (
     Recompute,
     add_expert_bias,

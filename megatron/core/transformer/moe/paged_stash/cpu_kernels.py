@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megatron.core.transformer.moe.paged_stash.operator_library import Register, operator
+from megatron.core.operator_library import Register, operator
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     COUNTER_OF_DROPPED,
     Counter,

@@ -1,15 +1,15 @@
 """Operations on rows that are sorted by expert: grouped GEMM, gated activation, bias and low-rank adapter.
 
 Each has a public function, an autograd function and operators `paged_stash::*`, whose CPU versions are here. The CUDA
-versions are in triton_grouped_gemm.py, triton_activations.py and triton_biases.py. They allocate nothing and read
-nothing from the device, so that a CUDA graph can capture them.
+versions are in triton_grouped_gemm.py and triton_biases.py. They allocate nothing and read nothing from the device, so
+that a CUDA graph can capture them. The activation is that of fusions/gated_activation.py, of live rows.
 
 Shapes: C rows of the buffers, of which the first R are live; e experts; H hidden; F ffn; O any width; r the width of
 low-rank adapters. offsets [e], int32: end offset of each expert's rows; the last one is R. Rows beyond the first R are
 never read and are undefined in all results, including gradients.
 
 [Note: recompute levels] A pool that runs out of pages drops act at the first level, and gate_up as well at the second.
-The operators act_from_gate_up, gate_up_from_x and add_low_rank recompute them. They do nothing if `needed`, [1], int64,
+The operators gated_activation, gate_up_from_x and add_low_rank recompute them. They do nothing if `needed`, [1], int64,
 is 0. A recomputation is bit-identical to the forward, because both run the same kernel on the same live rows: on the
 CPU one GEMM for each expert, like torch.nn.functional.grouped_mm there, and on CUDA a Triton kernel.
 """
@@ -22,24 +22,22 @@ import torch
 from torch import Tensor
 
 from megatron.core.autograd import PlainFunction, first_order
-from megatron.core.transformer.moe.paged_stash.activations import ActivationForm, act_gradient_rows, act_rows
-from megatron.core.transformer.moe.paged_stash.operator_library import Register, operator
+from megatron.core.fusions.gated_activation import ActivationForm, activate
+from megatron.core.fusions.gated_activation import ops as activation_ops
+from megatron.core.operator_library import Register, operator
 from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Launchers, which have the operators' names.
 _LAUNCHERS: tuple[Callable[..., Any], ...] = ()
 if HAS_TRITON:
-    from megatron.core.transformer.moe.paged_stash import triton_activations, triton_biases, triton_grouped_gemm
+    from megatron.core.transformer.moe.paged_stash import triton_biases, triton_grouped_gemm
 
     _LAUNCHERS = (
         triton_grouped_gemm.grouped_gemm,
         triton_grouped_gemm.grouped_gemm_weight_grad,
         triton_grouped_gemm.gate_up_from_x,
         triton_grouped_gemm.add_low_rank,
-        triton_activations.gated_activation,
-        triton_activations.gated_activation_backward,
-        triton_activations.act_from_gate_up,
         triton_biases.add_expert_bias,
         triton_biases.expert_bias_grad,
         triton_biases.expert_bias_scale_grad,
@@ -174,117 +172,9 @@ def gated_activation(
     if gate_up.dim() != 2 or (scale is not None and scale.shape != gate_up.shape[:1]):
         raise ValueError(f"gate_up {list(gate_up.shape)} must have two dimensions, and scale one value for each row")
     say_rows_and_others([gate_up] if scale is None else [gate_up, scale], [num_rows])
-    act: Tensor = _GatedActivation.apply(gate_up, scale, num_rows, form)
+    act = activate(gate_up, scale, form=form, num_rows=num_rows)
     say_rows_and_others([act], [])
     return act
-
-
-class _GatedActivation(PlainFunction):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, scale: Tensor | None, num_rows: Tensor, form: ActivationForm) -> Tensor:
-        ctx.save_for_backward(gate_up, scale, num_rows)
-        ctx.form = form
-        out = gate_up.new_empty(gate_up.shape[0], form.activation.width(gate_up))
-        ops.gated_activation(gate_up, scale, num_rows=num_rows, out=out, **_options(form))
-        return out
-
-    @staticmethod
-    @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
-        gate_up, scale, num_rows = ctx.saved_tensors
-        grad_gate_up = torch.empty_like(gate_up)
-        grad_scale = torch.empty_like(scale) if ctx.needs_input_grad[1] else None
-        ops.gated_activation_backward(
-            grad,
-            gate_up,
-            scale=scale,
-            num_rows=num_rows,
-            grad_gate_up=grad_gate_up,
-            grad_scale=grad_scale,
-            **_options(ctx.form),
-        )
-        return grad_gate_up, grad_scale, None, None
-
-
-# The fields of an ActivationForm, in the schemas of operators.
-_FORM = "str activation, float? clamp=None, float offset=0.0"
-
-
-def _options(form: ActivationForm) -> dict[str, Any]:
-    return {"activation": form.name, "clamp": form.clamp, "offset": form.offset}
-
-
-@_operator("gated_activation", f"Tensor gate_up, Tensor? scale, *, Tensor num_rows, Tensor(a!) out, {_FORM}")
-def _gated_activation(
-    gate_up: Tensor,
-    scale: Tensor | None,
-    *,
-    num_rows: Tensor,
-    out: Tensor,
-    activation: str,
-    clamp: float | None = None,
-    offset: float = 0.0,
-) -> None:
-    """Computes act. gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
-    rows = _live_rows_sync(num_rows, out)
-    act_rows(gate_up, scale, rows=rows, out=out, form=ActivationForm(activation, clamp, offset))
-
-
-@_operator(
-    "gated_activation_backward",
-    "Tensor grad, Tensor gate_up, *, Tensor? scale, Tensor num_rows, "
-    f"Tensor(a!) grad_gate_up, Tensor(b!)? grad_scale, {_FORM}",
-)
-def _gated_activation_backward(
-    grad: Tensor,
-    gate_up: Tensor,
-    *,
-    scale: Tensor | None,
-    num_rows: Tensor,
-    grad_gate_up: Tensor,
-    grad_scale: Tensor | None,
-    activation: str,
-    clamp: float | None = None,
-    offset: float = 0.0,
-) -> None:
-    """Writes the gradients of gate_up and scale, in the shapes and dtypes of gate_up and scale.
-
-    grad: [C, F], any strides, gate_up's dtype.
-    """
-    rows = _live_rows_sync(num_rows, grad)
-    act_gradient_rows(
-        grad,
-        gate_up,
-        scale=scale,
-        rows=rows,
-        grad_gate_up=grad_gate_up,
-        grad_scale=grad_scale,
-        form=ActivationForm(activation, clamp, offset),
-    )
-
-
-@_operator(
-    "act_from_gate_up",
-    f"Tensor gate_up, Tensor? scale, *, Tensor num_rows, Tensor needed, Tensor(a!) out, {_FORM}",
-)
-def _act_from_gate_up(
-    gate_up: Tensor,
-    scale: Tensor | None,
-    *,
-    num_rows: Tensor,
-    needed: Tensor,
-    out: Tensor,
-    activation: str,
-    clamp: float | None = None,
-    offset: float = 0.0,
-) -> None:
-    """Recomputes act unless `needed` is 0.
-
-    gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype. needed: [1], int64.
-    """
-    if _is_set_sync(needed):
-        rows = _live_rows_sync(num_rows, out)
-        act_rows(gate_up, scale, rows=rows, out=out, form=ActivationForm(activation, clamp, offset))
 
 
 # --- Bias. Half precision is computed in fp32 and rounded once. ---
@@ -463,12 +353,12 @@ def recompute_act(
 
     num_rows: [1], int64. The other arguments are as in gated_activation. Raises ValueError for an unknown activation.
     """
-    options = _options(ActivationForm(activation, clamp, offset))
+    form = ActivationForm(activation, clamp, offset).arguments
 
     def recompute(out: Tensor, needed: Tensor, *sources: Tensor) -> None:
         gate_up, *rest = sources
         (scale,) = rest or (None,)
-        ops.act_from_gate_up(gate_up, scale, num_rows=num_rows, needed=needed, out=out, **options)
+        activation_ops.gated_activation(gate_up, scale, num_rows=num_rows, needed=needed, out=out, **form)
 
     return recompute
 
@@ -478,10 +368,6 @@ def recompute_act(
 
 def _is_set_sync(flag: Tensor) -> bool:
     return bool(flag.item())
-
-
-def _live_rows_sync(num_rows: Tensor, rows: Tensor) -> int:
-    return max(0, min(int(num_rows.item()), rows.shape[0]))
 
 
 def _ends_sync(offsets: Tensor, rows: Tensor) -> list[int]:

@@ -1,4 +1,4 @@
-"""Expert biases in Triton, and the checks that all launchers of expert operators share.
+"""Expert biases in Triton.
 
 The launchers have the names and arguments of the operators in expert_ops.py, on CUDA tensors.
 
@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
-from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
+from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, check_dtypes, next_power_of_2
 
 # Elements of one tile: 16 for each thread of 4 warps.
 _ELEMENTS = 2048
@@ -216,18 +216,6 @@ def _scale_gradient(
 def _tile(width: int) -> dict[str, int]:
     columns = min(256, next_power_of_2(width))
     return {"ROWS": _ELEMENTS // columns, "COLUMNS": columns}
-
-
-def check_dtypes(*dtypes: torch.dtype) -> None:
-    """Raises ValueError unless all dtypes are fp32, bf16 or fp16."""
-    for dtype in dtypes:
-        if dtype not in (torch.float32, torch.bfloat16, torch.float16):
-            raise ValueError(f"{dtype} is not supported: only fp32, bf16 and fp16 have kernels")
-
-
-def check_adjacent_columns(width: int, *column_strides: int) -> None:
-    """Asserts that columns of rows of `width` elements are adjacent in memory."""
-    assert width <= 1 or set(column_strides) <= {0, 1}, f"columns must be adjacent, not {column_strides} apart"
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:

@@ -28,12 +28,14 @@ import triton.language as tl
 from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
-from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
-from megatron.core.transformer.moe.paged_stash.triton_biases import (
-    add_bias_if,
+from megatron.core.device.triton_launch import (
+    MAX_PREPARED,
+    PreparedLaunch,
     check_adjacent_columns,
     check_dtypes,
+    next_power_of_2,
 )
+from megatron.core.transformer.moe.paged_stash.triton_biases import add_bias_if
 
 # Resident programs per processor of grouped_gemm_kernel, which loops over tiles, by number of warps.
 _PRODUCTS_PER_PROCESSOR = {4: 2, 8: 1}

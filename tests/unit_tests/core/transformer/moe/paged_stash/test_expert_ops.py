@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.core.fusions.fused_bias_swiglu import weighted_bias_swiglu_impl
-from megatron.core.fusions.gated_sigmoid import GatedSigmoid
+from megatron.core.fusions.gated_activation import ActivationForm, activate
+from megatron.core.fusions.gated_activation import ops as activation_ops
 from megatron.core.transformer.moe.paged_stash.expert_ops import (
     add_low_rank,
     gated_activation,
@@ -43,10 +44,17 @@ SET, CLEAR = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 def kernels(request: pytest.FixtureRequest) -> Iterator[Any]:
     """Yields the CPU operators, or the Triton launchers of the same names on CPU tensors."""
     if request.param == "cpu":
-        yield ops
+        activations: Any = activation_ops
+        products: Any = ops
     else:
-        files = map(request.getfixturevalue("interpreted"), ("triton_grouped_gemm", "triton_activations"))
-        yield SimpleNamespace(**{name: value for file in files for name, value in vars(file).items()})
+        load = request.getfixturevalue("interpreted")
+        activations = load("triton_activations", of="megatron.core.fusions")
+        products = load("triton_grouped_gemm")
+    names = ("grouped_gemm", "grouped_gemm_weight_grad", "gate_up_from_x", "add_low_rank")
+    named = {name: getattr(products, name) for name in names}
+    for name in ("gated_activation", "gated_activation_backward"):
+        named[name] = getattr(activations, name)
+    yield SimpleNamespace(**named)
 
 
 def poisoned(rows: int, capacity: int, *shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -209,9 +217,9 @@ def test_act_again_is_the_forwards(
         forward = torch.full((capacity, ffn), math.nan, dtype=dtype)
         again = torch.full((capacity, ffn), 7, dtype=dtype)
         kernels.gated_activation(gate_up, scale, num_rows=num_rows, out=forward, **form)
-        kernels.act_from_gate_up(gate_up, scale, num_rows=num_rows, needed=CLEAR, out=again, **form)
+        kernels.gated_activation(gate_up, scale, num_rows=num_rows, needed=CLEAR, out=again, **form)
         assert (again == 7).all()
-        kernels.act_from_gate_up(gate_up, scale, num_rows=num_rows, needed=SET, out=again, **form)
+        kernels.gated_activation(gate_up, scale, num_rows=num_rows, needed=SET, out=again, **form)
         assert torch.equal(again[:rows], forward[:rows]) and (again[rows:] == 7).all()
         wide, weight = (value[:rows].double().requires_grad_() for value in (gate_up, scale))
         gate, up = limited(wide[:, :ffn], wide[:, ffn:], **limits) if is_gated else (wide, 1)
@@ -256,7 +264,7 @@ def test_swiglu_has_the_bits_of_the_trainers(dtype: torch.dtype) -> None:
     ours = gated_activation(gate_up, scale, num_rows=torch.tensor([700]))
     assert torch.equal(ours, weighted_bias_swiglu_impl(gate_up, None, scale[:, None]))
     ours = gated_activation(gate_up, scale, num_rows=torch.tensor([700]), clamp=1.5, offset=1.0)
-    torch.testing.assert_close(ours, GatedSigmoid(1.0, **CLAMPED)(gate_up, scale[:, None]))
+    torch.testing.assert_close(ours, activate(gate_up, scale, form=ActivationForm("swiglu", **CLAMPED)))
 
 
 @pytest.mark.parametrize(("activation", "limits"), [*((name, {}) for name in PLAIN), ("quick_geglu", CLAMPED)])
@@ -267,6 +275,18 @@ def test_gradients_are_exact(activation: str, limits: dict[str, float]) -> None:
     fc1 = weights(3, 4, ffn * (1 + ("glu" in activation)), dtype=torch.float64).requires_grad_()
     fc2 = weights(3, ffn, 4, dtype=torch.float64, transposed=True).requires_grad_()
     assert torch.autograd.gradcheck(lambda *inputs: mlp(inputs, counts, activation, **limits), (x, scale, fc1, fc2))
+
+
+@pytest.mark.parametrize("activation", ["geglu", "geglu_tanh", "swiglu", "quick_geglu"])
+def test_gradients_of_clamped_rows_are_near_those_of_fp64(activation: str) -> None:
+    """In fp32, gradients are computed in place, in halves of the rows of their buffer."""
+    gate_up, grad, num_rows = poisoned(9, 9, 80), poisoned(9, 9, 40), torch.tensor([9])
+    grads = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = gate_up.to(dtype).requires_grad_()
+        act = gated_activation(leaf, None, num_rows=num_rows, activation=activation, **CLAMPED)
+        grads += torch.autograd.grad(act, leaf, grad.to(dtype))
+    torch.testing.assert_close(grads[0].double(), grads[1], rtol=1e-4, atol=1e-5)
 
 
 def mlp(inputs: tuple[Tensor, ...], counts: list[int], activation: str = "swiglu", **limits: Any) -> Tensor:
@@ -335,9 +355,10 @@ def test_operators_keep_torchs_rules() -> None:
         (ops.gate_up_from_x, (x, weight), {"offsets": offsets, "needed": SET, "out": gate_up}),
         (ops.grouped_gemm, (x, weight), {"offsets": offsets, "out": gate_up}),
         (ops.grouped_gemm_weight_grad, (x, gate_up), {"offsets": offsets, "out": torch.zeros(2, 6, 8)}),
-        (ops.act_from_gate_up, (gate_up, scale), {**rows, "needed": SET, "out": act}),
-        (ops.gated_activation, (gate_up, None), {**rows, "out": act}),
-        (ops.gated_activation_backward, (act, gate_up), {**rows, "scale": scale, **grads}),
+        (activation_ops.gated_activation, (gate_up, scale), {**rows, "needed": SET, "out": act}),
+        (activation_ops.gated_activation, (gate_up, None), {**rows, "out": act}),
+        (activation_ops.gated_activation, (gate_up, None), {**rows, "num_rows": None, "out": act}),
+        (activation_ops.gated_activation_backward, (act, gate_up), {**rows, "scale": scale, **grads}),
     ):
         torch.library.opcheck(operator.default, sources, named)
 

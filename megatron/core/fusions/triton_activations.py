@@ -1,9 +1,10 @@
-"""Activations of experts and their gradients in Triton.
+"""Activations and their gradients in Triton.
 
-The launchers have the names and arguments of the operators in expert_ops.py, on CUDA tensors.
+The launchers have the names and arguments of the operators in gated_activation.py, on CUDA tensors.
 
 Shapes: max_rows rows of the buffers; ffn columns of act; gate_up has gate before up. Arithmetic is in fp32. Loads of
-rows beyond the live ones are masked, so that their content, which may be NaN, is never read.
+rows beyond the live ones are masked, so that their content, which may be NaN, is never read. Without num_rows, all rows
+are live.
 
 Forward and recomputation run the same compiled kernel, so both are bit-identical. In forward the number of rows is
 passed as the flag `needed`.
@@ -19,10 +20,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.activations import ACTIVATIONS, Curve
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
-from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
-from megatron.core.transformer.moe.paged_stash.activations import ActivationForm, Curve
-from megatron.core.transformer.moe.paged_stash.triton_biases import check_adjacent_columns, check_dtypes
+from megatron.core.device.triton_launch import (
+    MAX_PREPARED,
+    PreparedLaunch,
+    check_adjacent_columns,
+    check_dtypes,
+    next_power_of_2,
+)
 
 SILU = tl.constexpr(int(Curve.SILU))
 GELU = tl.constexpr(int(Curve.GELU))
@@ -55,8 +61,9 @@ def act_kernel(
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    if tl.load(needed) == 0:
-        return
+    if needed is not None:
+        if tl.load(needed) == 0:
+            return
     live = _live_rows(num_rows, max_rows)
     column_tiles = tl.cdiv(ffn, COLUMNS)
     for tile in tl.range(tl.program_id(0), tl.cdiv(live, ROWS) * column_tiles, tl.num_programs(0)):
@@ -131,7 +138,11 @@ def act_gradient_kernel(
 
 @triton.jit
 def _live_rows(num_rows, max_rows):
-    return tl.minimum(tl.maximum(tl.load(num_rows), 0), max_rows)
+    if num_rows is None:
+        live = max_rows
+    else:
+        live = tl.minimum(tl.maximum(tl.load(num_rows), 0), max_rows)
+    return live
 
 
 @triton.jit
@@ -210,45 +221,24 @@ def gated_activation(
     gate_up: Tensor,
     scale: Tensor | None,
     *,
-    num_rows: Tensor,
+    num_rows: Tensor | None,
+    needed: Tensor | None = None,
     out: Tensor,
     activation: str,
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> None:
-    """Computes act. gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype."""
-    act_from_gate_up(
-        gate_up,
-        scale,
-        num_rows=num_rows,
-        needed=num_rows,
-        out=out,
-        activation=activation,
-        clamp=clamp,
-        offset=offset,
-    )
+    """Computes act of the first num_rows rows, or of all, unless `needed` is 0.
 
-
-def act_from_gate_up(
-    gate_up: Tensor,
-    scale: Tensor | None,
-    *,
-    num_rows: Tensor,
-    needed: Tensor,
-    out: Tensor,
-    activation: str,
-    clamp: float | None = None,
-    offset: float = 0.0,
-) -> None:
-    """Recomputes act unless `needed` is 0.
-
-    gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype. needed: [1], int64.
+    gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype. num_rows, needed: [1], int64,
+    or None.
     """
     kinds = (gate_up.dtype, out.dtype)
     launch, tile_rows, column_tiles = _act(
         kinds, out.shape[1], gate_up.stride(), out.stride(), activation, clamp, offset
     )
     max_rows = out.shape[0]
+    needed = num_rows if needed is None else needed
     launch(-(-max_rows // tile_rows) * column_tiles, (gate_up, scale, num_rows, needed, out), (max_rows,))
 
 
@@ -257,7 +247,7 @@ def gated_activation_backward(
     gate_up: Tensor,
     *,
     scale: Tensor | None,
-    num_rows: Tensor,
+    num_rows: Tensor | None,
     grad_gate_up: Tensor,
     grad_scale: Tensor | None,
     activation: str,
@@ -266,7 +256,7 @@ def gated_activation_backward(
 ) -> None:
     """Writes the gradients of gate_up and scale, in the shapes and dtypes of gate_up and scale.
 
-    grad: [C, F], any strides, gate_up's dtype.
+    grad: [C, F], any strides, gate_up's dtype. num_rows: as in gated_activation.
     """
     kinds, strides = (gate_up.dtype, grad_gate_up.dtype), (*grad.stride(), *gate_up.stride(), *grad_gate_up.stride())
     launch, tile_rows = _act_gradient(kinds, grad.shape[1], strides, activation, clamp, offset)
@@ -282,12 +272,15 @@ def _act(
     out_strides: tuple[int, ...],
     *form: Any,
 ) -> tuple[PreparedLaunch, int, int]:
-    """Returns a launch of act_kernel, the rows of a tile, and the number of tiles in a row. form: of ActivationForm."""
+    """Returns a launch of act_kernel, the rows of a tile, and the number of tiles in a row.
+
+    form: name, clamp and offset of the activation.
+    """
     check_dtypes(*dtypes)
     check_adjacent_columns(ffn, gate_up_strides[1], out_strides[1])
     tile = _act_tile(ffn, _ACT_ELEMENTS)
     sizes = {"ffn": ffn, "gate_up_pitch": gate_up_strides[0], "out_pitch": out_strides[0]}
-    fixed = {**sizes, **_form_arguments(ActivationForm(*form)), **tile}
+    fixed = {**sizes, **_form_arguments(*form), **tile}
     launch = PreparedLaunch(act_kernel, fixed, options=_WARPS, per_processor=_ACT_PROGRAMS.at_most_launched)
     return launch, tile["ROWS"], -(-ffn // tile["COLUMNS"])
 
@@ -303,7 +296,7 @@ def _act_gradient(
     tile = _act_tile(ffn, _GRADIENT_ELEMENTS)
     sizes = {"ffn": ffn, "grad_row": grad_row, "grad_column": grad_column}
     pitches = {"gate_up_pitch": gate_up_pitch, "grad_gate_up_pitch": grad_gate_up_pitch}
-    fixed = {**sizes, **pitches, **_form_arguments(ActivationForm(*form)), **tile}
+    fixed = {**sizes, **pitches, **_form_arguments(*form), **tile}
     per_processor = _GRADIENT_PROGRAMS.at_most_launched
     launch = PreparedLaunch(act_gradient_kernel, fixed, options=_WARPS, per_processor=per_processor)
     return launch, tile["ROWS"]
@@ -314,14 +307,10 @@ def _act_tile(ffn: int, elements: int) -> dict[str, int]:
     return {"ROWS": elements // columns, "COLUMNS": columns}
 
 
-def _form_arguments(form: ActivationForm) -> dict[str, Any]:
+def _form_arguments(activation: str, clamp: float | None, offset: float) -> dict[str, Any]:
+    known = ACTIVATIONS[activation]
     # None instead of 0, so that the common kernels have no instruction for it.
-    return {
-        "clamp": form.clamp,
-        "offset": form.offset or None,
-        "CURVE": int(form.activation.curve),
-        "IS_GATED": form.activation.is_gated,
-    }
+    return {"clamp": clamp, "offset": offset or None, "CURVE": int(known.curve), "IS_GATED": known.is_gated}
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
