@@ -432,7 +432,7 @@ Names of launches:
   *2048 x 1536*: sizes of an expert's weights. *stored*: contiguous weights; *transposed*: a transposed view of them.
   *fc1*, *fc2*: the experts' two linear layers.
 - *swiglu*, *geglu* ...: an activation and its gradient, with the width *ffn*. *scaled*: multiplied by the routing
-  weights.
+  weights. *all rows*: of dense layers and dynamic buffers; the others are of live rows.
 - *width*: elements of a row. *addresses + 1*: tensors that start one element after a multiple of 16 bytes. *odd rows*:
   an odd number of rows. *one gradient*: a gradient with stride 0, as of a sum. *gradient by columns*: a transposed
   gradient.
@@ -461,8 +461,8 @@ def page_of(rows: Sequence[Row], version: str) -> str:
         "",
         "## Hot shapes",
         "",
-        "Kernels that a static MoE layer with a paged stash and its optimizer launch, in bf16. A launch with the same",
-        "compiled kernel as an earlier launch has no row.",
+        "Kernels that a static MoE layer with a paged stash, its optimizer and the activation of a dynamic MoE layer",
+        "launch, in bf16. A launch with the same compiled kernel as an earlier launch has no row.",
         "",
         *_rows_table(hot),
         "",

@@ -54,6 +54,7 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXPERTS = (1, 8, 32, 128, 256)
 PAGES = tuple(16 * block for block in (128, 256, 512, 1024, 2048, 4096))  # in bytes; each selects a different BLOCK
 ROWS, TOKENS = 4096, 2048
+NUM_ROWS = torch.empty(1, dtype=torch.int64)
 # Kernels that copy rows or pages, or add or rotate rows.
 MOVING = ("copy_kernel", "gather_kernel", "sum_kernel", "rotate_kernel", "rotate_grads_kernel")
 # Options of a launch that are not arguments of its kernel.
@@ -192,14 +193,17 @@ class Product:
         triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=main_grad, scale=0.5, is_added=True)
 
 
-def activation(dtype: str, ffn: int, *, form: ActivationForm, scale: str | None) -> None:
-    """Launches an activation and its gradient. scale: dtype of the rows' weights, or None."""
+def activation(
+    dtype: str, ffn: int, *, form: ActivationForm, scale: str | None, num_rows: Tensor | None = NUM_ROWS
+) -> None:
+    """Launches an activation and its gradient, of live rows or, without num_rows, of all rows.
+
+    scale: dtype of the rows' weights, or None. num_rows: [1], int64, or None.
+    """
     element = DTYPES[dtype]
     gate_up, act = (_empty(ROWS, width, dtype=element) for width in (ffn * (2 if form.activation.is_gated else 1), ffn))
     weights = None if scale is None else torch.empty(ROWS, dtype=DTYPES[scale])
-    fields: dict[str, Any] = {"activation": form.name, "clamp": form.clamp, "offset": form.offset}
-    num_rows = torch.empty(1, dtype=torch.int64)
-    triton_activations.gated_activation(gate_up, weights, num_rows=num_rows, out=act, **fields)
+    triton_activations.gated_activation(gate_up, weights, num_rows=num_rows, out=act, **form.arguments)
     triton_activations.gated_activation_backward(
         act,
         gate_up,
@@ -207,7 +211,7 @@ def activation(dtype: str, ffn: int, *, form: ActivationForm, scale: str | None)
         num_rows=num_rows,
         grad_gate_up=torch.empty_like(gate_up),
         grad_scale=None if weights is None else torch.empty_like(weights),
-        **fields,
+        **form.arguments,
     )
 
 
@@ -460,6 +464,12 @@ def _activations() -> Iterator[Launch]:
     for dtype, ffn in itertools.product(DTYPES, (1, 16, 96, 2040, 4096)):
         run = functools.partial(activation, dtype, ffn, form=ActivationForm(), scale=dtype)
         yield from launches(f"swiglu, {dtype}, scaled in {dtype}, ffn {ffn}", run)
+    # Of dense layers and of dynamic buffers.
+    for dtype, form, scale in itertools.product(("bf16", "fp32"), forms, (None, "fp32")):
+        if dtype == "bf16" or form == ActivationForm():
+            name = f"{form.name}{'' if form.clamp is None else ' clamped'}"
+            run = functools.partial(activation, dtype, 2048, form=form, scale=scale, num_rows=None)
+            yield from launches(f"{name}, {dtype}{', scaled' if scale else ''}, ffn 2048, all rows", run)
 
 
 def _biases() -> Iterator[Launch]:
@@ -565,7 +575,10 @@ class HotModel:
     heads: Heads | None = None
 
     def launches(self) -> Iterator[Launch]:
-        """Yields the launches of a layer with static experts and a stash: forward, recomputation and backward."""
+        """Yields the launches of a layer with static experts and a stash: forward, recomputation and backward.
+
+        They include the activation of dynamic experts.
+        """
         fc1 = Product("bf16", self.experts, self.hidden, 2 * self.ffn)
         fc2 = Product("bf16", self.experts, self.ffn, self.hidden)
         # Gradients of rows are GEMMs with the transposed weights.
@@ -578,6 +591,8 @@ class HotModel:
             yield from launches(f"{self.name}: {name} weight gradient, added to fp32", product.added_weight_grad)
         run = functools.partial(activation, "bf16", self.ffn, form=ActivationForm(), scale="fp32")
         yield from launches(f"{self.name}: swiglu", run)
+        run = functools.partial(activation, "bf16", self.ffn, form=ActivationForm(), scale="fp32", num_rows=None)
+        yield from launches(f"{self.name}: swiglu of all rows", run)
         yield from launches(f"{self.name}: choice", functools.partial(choice, self.experts, topk=self.topk))
         yield from launches(f"{self.name}: order", functools.partial(order, self.experts, topk=self.topk))
         run = functools.partial(rows_moved, "bf16", self.hidden, topk=self.topk)

@@ -267,10 +267,13 @@ def _moved_bytes(func: Any, name: str, *, inputs: Sequence[Tensor], outputs: Seq
     known = {id(one) for one in inputs}
     written = sum(one.nbytes for one in outputs if id(one) not in known)
     if func._schema.is_mutable:
-        # Tensors changed in place are also written. Half of the tensors in lists are assumed to be sources, half
-        # results.
-        is_list = name.startswith(("_foreach_", "_fused_"))
-        written += sum(one.nbytes for one in inputs) // 2 if is_list else inputs[0].nbytes
+        # A first argument that changes in place is also written; other results are arguments that are not read. Half
+        # of the tensors in lists are assumed to be sources, half results.
+        changed = func._schema.arguments[0].alias_info
+        if name.startswith(("_foreach_", "_fused_")):
+            written += sum(one.nbytes for one in inputs) // 2
+        elif changed is not None and changed.is_write:
+            written += inputs[0].nbytes
     return float(sum(one.nbytes for one in inputs) + written)
 
 

@@ -29,7 +29,7 @@ class Budget:
 
 
 BUDGETS = {
-    "dropless": Budget(calls=1020, launches=5),
+    "dropless": Budget(calls=1020, launches=7),
     "static": Budget(calls=1345, launches=15),
     "stash": Budget(calls=2710, launches=22),
 }

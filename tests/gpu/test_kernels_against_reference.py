@@ -4,12 +4,14 @@ recomputations.
 """
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from megatron.core.fusions.gated_activation import ActivationForm, activate
 from megatron.core.fusions.gated_activation import ops as activation_ops
 from megatron.core.transformer.moe.paged_stash.expert_ops import ops
 from megatron.core.transformer.moe.paged_stash.page_layout import (
@@ -185,6 +187,26 @@ def test_activations_agree_and_recomputations_have_their_bits(
     activation_ops.gated_activation_backward(grad.double(), gate_up.double(), scale=scale.double(), **out, **named)
     for value, right in zip((forward, *grads), exact, strict=True):
         assert near(value[:rows], right[:rows], ERROR[dtype]) and (value[rows:] == 7).all()
+
+
+@pytest.mark.parametrize("has_scale", [False, True])
+@pytest.mark.parametrize("shape", [(0, 64), (33, 3, 14), (70, 2000)], ids=str)
+@pytest.mark.parametrize("dtype", ERROR)
+@pytest.mark.parametrize("activation", ["swiglu", *PLAIN])
+def test_activations_of_layers_agree(
+    activation: str, dtype: torch.dtype, shape: tuple[int, ...], has_scale: bool
+) -> None:
+    form = ActivationForm(activation)
+    x, scale = made(*shape).to(dtype), made(*shape[:-1], seed=1) if has_scale else None
+    grad = made(*shape[:-1], form.width(x), seed=2).to(dtype)
+
+    def results(move: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        inputs = [move(one).requires_grad_() for one in (x, scale) if one is not None]
+        act = activate(inputs[0], inputs[1] if has_scale else None, form=form)
+        return [act.detach(), *torch.autograd.grad(act, inputs, move(grad))]
+
+    for value, right in zip(results(lambda one: one.to(DEVICE)), results(Tensor.double), strict=True):
+        assert near(value, right, ERROR[dtype])
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)

@@ -21,4 +21,4 @@ def weighted_bias_swiglu_impl(input: Tensor, bias: Tensor | None, weights: Tenso
     input: [R, 2F], gate before up, any float dtype; bias: [2F] or None; weights: [R, 1], fp32 or the input's dtype.
     Returns [R, F], the input's dtype.
     """
-    return activate(input if bias is None else input + bias, weights, form=_SWIGLU)
+    return activate(input if bias is None else input + bias, weights.squeeze(-1), form=_SWIGLU)

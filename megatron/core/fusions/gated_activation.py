@@ -17,9 +17,9 @@ this code repeats the losses of a run only if each kind of layer keeps its order
 
 import enum
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import torch
@@ -72,24 +72,30 @@ class ActivationForm:
                 f"clamp is {self.clamp} and offset is {self.offset}: {self.name} is not gated and supports neither"
             )
 
-    @property
+    @cached_property
     def activation(self) -> Activation:
         """Activation with this name."""
         return ACTIVATIONS[self.name]
 
-    @property
+    @cached_property
     def gain(self) -> float | None:
         """Gain of a gated x * sigmoid(gain * x); None for other activations. See [Note: order of gradients]."""
         return _GAINS.get(self.activation.curve) if self.activation.is_gated else None
 
-    @property
-    def arguments(self) -> dict[str, Any]:
+    @cached_property
+    def arguments(self) -> Mapping[str, Any]:
         """The fields as arguments of operators and of functions that compute this activation."""
         return {"activation": self.name, "clamp": self.clamp, "offset": self.offset}
 
     def width(self, gate_up: Tensor) -> int:
         """Returns F. gate_up: [*, 2F], or [*, F] for a plain activation, any float dtype."""
         return gate_up.shape[-1] // 2 if self.activation.is_gated else gate_up.shape[-1]
+
+
+@cache
+def form_of(activation: str, clamp: float | None = None, offset: float = 0.0) -> ActivationForm:
+    """Returns the form with these fields. Operators receive fields instead of forms, so forms are built only once."""
+    return ActivationForm(activation, clamp, offset)
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ class GatedActivation:
         return None
 
     def __call__(self, x: Tensor, scale: Tensor | None) -> Tensor:
-        """Computes the activation; x: [*, 2F], gate before up, or [*, F]; scale: [*, 1], fp32 or x's dtype, or None.
+        """Computes the activation; x: [*, 2F], gate before up, or [*, F]; scale: [*], fp32 or x's dtype, or None.
 
         x has any float dtype. Returns [*, F], x's dtype.
         """
@@ -128,8 +134,8 @@ class GatedActivation:
 
 
 def scaled(act: Tensor, scale: Tensor | None) -> Tensor:
-    """Multiplies act, [*, F], float dtype, by scale, [*, 1], fp32 or act's dtype, or None; returns act's dtype."""
-    return act if scale is None else (act * scale).to(act.dtype)
+    """Multiplies act, [*, F], float dtype, by scale, [*], fp32 or act's dtype, or None; returns act's dtype."""
+    return act if scale is None else (act * scale.unsqueeze(-1)).to(act.dtype)
 
 
 def limited(gate: Tensor, up: Tensor, *, clamp: float | None, offset: float) -> tuple[Tensor, Tensor]:
@@ -142,9 +148,9 @@ def limited(gate: Tensor, up: Tensor, *, clamp: float | None, offset: float) -> 
 def activate(gate_up: Tensor, scale: Tensor | None, *, form: ActivationForm, num_rows: Tensor | None = None) -> Tensor:
     """Computes f(gate) * (up + offset) * scale, or f(x) * scale if the activation is not gated.
 
-    gate_up: [*, 2F], gate before up (plain: [*, F]), any float dtype; scale: one number per row, [*] or [*, 1], any
-    float dtype, or None; num_rows: [1], int64, same device: rows of a two-dimensional gate_up to compute, or None for
-    all. Returns [*, F], gate_up's dtype; other rows are undefined. Saves gate_up and scale for backward.
+    gate_up: [*, 2F], gate before up (plain: [*, F]), any float dtype; scale: [*], any float dtype, or None; num_rows:
+    [1], int64, same device: rows of a two-dimensional gate_up to compute, or None for all. Returns [*, F], gate_up's
+    dtype; other rows are undefined. Saves gate_up and scale for backward.
     """
     act: Tensor = _GatedActivation.apply(gate_up, scale, num_rows, form)
     return act
@@ -171,7 +177,7 @@ class _GatedActivation(PlainFunction):
             ops.gated_activation(rows, weights, num_rows=num_rows, out=out, **form.arguments)
         else:
             act_rows(rows, weights, rows=rows.shape[0], out=out, form=form)
-        return out.view(*gate_up.shape[:-1], out.shape[1])
+        return out if rows is gate_up else out.view(*gate_up.shape[:-1], out.shape[1])
 
     @staticmethod
     @first_order
@@ -180,30 +186,48 @@ class _GatedActivation(PlainFunction):
         form: ActivationForm = ctx.form
         rows, weights = _as_rows(gate_up), _as_numbers(scale)
         grad_rows = torch.empty_like(rows)
-        grad_weights = torch.empty_like(weights) if ctx.needs_input_grad[1] else None
-        grad = grad.reshape(rows.shape[0], grad.shape[-1])
-        results = {"scale": weights, "grad_gate_up": grad_rows, "grad_scale": grad_weights}
+        grad_weights = torch.empty_like(weights) if weights is not None and ctx.needs_input_grad[1] else None
+        if rows is not gate_up:
+            grad = grad.reshape(rows.shape[0], grad.shape[-1])
         if num_rows is not None or has_kernel(rows):
-            ops.gated_activation_backward(grad, rows, num_rows=num_rows, **results, **form.arguments)
+            ops.gated_activation_backward(
+                grad,
+                rows,
+                scale=weights,
+                num_rows=num_rows,
+                grad_gate_up=grad_rows,
+                grad_scale=grad_weights,
+                **form.arguments,
+            )
         else:
-            act_gradient_rows(grad, rows, rows=rows.shape[0], **results, form=form, order=Order.SCALE_LAST)
-        return (
-            grad_rows.view(gate_up.shape),
-            None if grad_weights is None else grad_weights.view(scale.shape),
-            None,
-            None,
-        )
+            act_gradient_rows(
+                grad,
+                rows,
+                scale=weights,
+                rows=rows.shape[0],
+                grad_gate_up=grad_rows,
+                grad_scale=grad_weights,
+                form=form,
+                order=Order.SCALE_LAST,
+            )
+        if rows is not gate_up:
+            grad_rows = grad_rows.view(gate_up.shape)
+        if grad_weights is not None and weights is not scale:
+            grad_weights = grad_weights.view(scale.shape)
+        return grad_rows, grad_weights, None, None
 
 
 def _as_rows(x: Tensor) -> Tensor:
     """Returns x, [*, F], as [C, F] with adjacent columns."""
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 
 def _as_numbers(scale: Tensor | None) -> Tensor | None:
-    """Returns a scale per row, [*] or [*, 1], as [C] in adjacent memory."""
-    return None if scale is None else scale.reshape(-1).contiguous()
+    """Returns a scale, [*], as [C] in adjacent memory."""
+    if scale is None or (scale.dim() == 1 and scale.is_contiguous()):
+        return scale
+    return scale.reshape(-1).contiguous()
 
 
 # --- Operators, as ops.<name> ---
@@ -246,7 +270,7 @@ def _gated_activation(
     """
     if needed is None or _is_set_sync(needed):
         rows = _live_rows_sync(num_rows, out)
-        act_rows(gate_up, scale, rows=rows, out=out, form=ActivationForm(activation, clamp, offset))
+        act_rows(gate_up, scale, rows=rows, out=out, form=form_of(activation, clamp, offset))
 
 
 @_operator(
@@ -277,7 +301,7 @@ def _gated_activation_backward(
         rows=_live_rows_sync(num_rows, grad),
         grad_gate_up=grad_gate_up,
         grad_scale=grad_scale,
-        form=ActivationForm(activation, clamp, offset),
+        form=form_of(activation, clamp, offset),
         order=Order.SCALE_LAST if num_rows is None else Order.SCALE_FIRST,
     )
 

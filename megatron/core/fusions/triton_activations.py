@@ -320,22 +320,23 @@ def residencies(num_warps: int) -> Mapping[str, Residency]:
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields compile cases for a simple and for expensive activations, in bf16 and fp32."""
+    """Yields compile cases for a simple and for expensive activations, in bf16 and fp32, of live rows and of all."""
     for name in ("bf16", "fp32"):
         yield from _cases(name, Curve.SILU, clamp=None, offset=None)
+        yield from _cases(name, Curve.SILU, clamp=None, offset=None, num_rows=None)
         yield from _cases(name, Curve.GELU_TANH, clamp=None, offset=None)
         yield from _cases(name, Curve.QUICK_GELU, clamp="fp32", offset="fp32")
 
 
-def _cases(name: str, curve: Curve, **form: str | None) -> Iterator[CompileCase]:
-    data, size = f"*{name}:16", "i32:16"
+def _cases(name: str, curve: Curve, *, num_rows: str | None = "*i64", **form: str | None) -> Iterator[CompileCase]:
+    data, size, words = f"*{name}:16", "i32:16", f"{name}, {curve.name}{', all rows' if num_rows is None else ''}"
     sizes = {"max_rows": "i32", "ffn": size, "gate_up_pitch": size, **form, "CURVE": int(curve), "IS_GATED": True}
-    shared = {"gate_up": data, "scale": "*fp32:16", "num_rows": "*i64", **sizes}
+    shared = {"gate_up": data, "scale": "*fp32:16", "num_rows": num_rows, **sizes}
     yield compile_case(
         act_kernel,
-        f"act_from_gate_up, {name}, {curve.name}",
+        f"gated_activation, {words}",
         options=_WARPS,
-        needed="*i64",
+        needed=num_rows,
         out=data,
         out_pitch=size,
         **shared,
@@ -343,7 +344,7 @@ def _cases(name: str, curve: Curve, **form: str | None) -> Iterator[CompileCase]
     )
     yield compile_case(
         act_gradient_kernel,
-        f"gated_activation_backward, {name}, {curve.name}",
+        f"gated_activation_backward, {words}",
         options=_WARPS,
         grad=data,
         grad_gate_up=data,

@@ -128,14 +128,13 @@ class MLP(MegatronModule):
             require_defaults(
                 "MLP.forward", why, **{name: (value, None) for name, value in kwargs.items() if name != "padding_mask"}
             )
-        scale = None if per_token_scale is None else per_token_scale.unsqueeze(-1)
         intermediate, bias = self.linear_fc1(hidden_states)  # [*, F] or, gated, [*, 2F]
         if bias is not None:
             intermediate = intermediate + bias
-        output, output_bias = self.linear_fc2(self.activation(intermediate, scale))
+        output, output_bias = self.linear_fc2(self.activation(intermediate, per_token_scale))
         # The activations were scaled before fc2. The output bias still has to be scaled.
-        if output_bias is not None and scale is not None:
-            output_bias = (output_bias * scale).to(output.dtype)
+        if output_bias is not None and per_token_scale is not None:
+            output_bias = (output_bias * per_token_scale.unsqueeze(-1)).to(output.dtype)
         return output, output_bias
 
     def _by_module(self, x: Tensor, scale: Tensor | None) -> Tensor:

@@ -80,6 +80,17 @@ def test_backward_kernels_have_the_kind_of_their_module() -> None:
         assert forward > 0 and backward == 2 * forward + (0.5 * scores if kind == "attention" else 0.0), kind
 
 
+def test_an_activation_is_one_kernel_that_moves_its_rows_once() -> None:
+    chunk = _plan("llama", {}).stages[0].load.chunks[0]
+    act = 64 * 64 * 2  # tokens, ffn, bytes of bf16
+    forward, backward = (
+        {one.num_bytes: count for one, count in kernels.items() if one.kind == "feed-forward" and not one.flops}
+        for kernels in (chunk.forward, chunk.backward)
+    )
+    # gate_up and act; act's gradient, gate_up and its gradient. There are two layers.
+    assert forward == {3 * act: 2} and backward[5 * act] == 2
+
+
 def test_an_update_moves_the_bytes_of_adam_and_of_the_gradient_norm() -> None:
     (stage,) = _plan("moe", {"moe-grouped-gemm": True}).stages
     moved = sum(kernel.num_bytes * count for kernel, count in stage.load.update.items())

@@ -181,7 +181,7 @@ class GroupedMLP(MegatronModule):
             return output, None
         gate_up = self._fc1(permuted_local_hidden_states, offsets=offsets)  # [R, 2F]
         # The weight is applied to act, because its rows are the narrowest to save for backward.
-        act, release = self.parts.moe_act(self.activation, gate_up, permuted_probs.unsqueeze(-1))  # [R, F]
+        act, release = self.parts.moe_act(self.activation, gate_up, permuted_probs)  # [R, F]
         output = _product(act, self.weight2, offsets=offsets)  # [R, H]
         if self.bias2 is not None:
             output = add_expert_bias(output, self.bias2, offsets=offsets, scale=permuted_probs, share=self._bias2_share)

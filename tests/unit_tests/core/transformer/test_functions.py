@@ -53,7 +53,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., object], list[tuple[int, ...]]]] = {
     "swiglu": (lambda x: bias_swiglu_impl(x, None), [(5, 2, 8)]),
     "biased swiglu": (bias_swiglu_impl, [(5, 8), (8,)]),
     "weighted swiglu": (swiglu, [(9, 8), (9, 1)]),
-    "clamped unit": (partial(activate, form=CLAMPED_UNIT), [(9, 8), (9, 1)]),
+    "clamped unit": (partial(activate, form=CLAMPED_UNIT), [(9, 8), (9,)]),
     "split and rotate": (rotated, [(4, 2, 2, 4, 6)]),
     "split and rotate a third": (lambda x: split_and_rotate(x, table(6, 0.34)(4)), [(4, 2, 2, 4, 6)]),
     "rotate interleaved": (interleaved, [(4, 2, 3, 6)]),

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.autograd import PlainFunction, first_order
-from megatron.core.fusions.gated_activation import ActivationForm, activate
+from megatron.core.fusions.gated_activation import activate, form_of
 from megatron.core.fusions.gated_activation import ops as activation_ops
 from megatron.core.operator_library import Register, operator
 from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
@@ -166,7 +166,7 @@ def gated_activation(
     gate_up and scale for backward. Raises ValueError for an unknown activation, for a plain one with clamp or offset,
     and for mismatched shapes.
     """
-    form = ActivationForm(activation, clamp, offset)
+    form = form_of(activation, clamp, offset)
     if form.activation.is_gated and gate_up.shape[-1] % 2:
         raise ValueError(f"gate_up {list(gate_up.shape)}: {activation} requires [C, 2F], an even width")
     if gate_up.dim() != 2 or (scale is not None and scale.shape != gate_up.shape[:1]):
@@ -353,7 +353,7 @@ def recompute_act(
 
     num_rows: [1], int64. The other arguments are as in gated_activation. Raises ValueError for an unknown activation.
     """
-    form = ActivationForm(activation, clamp, offset).arguments
+    form = form_of(activation, clamp, offset).arguments
 
     def recompute(out: Tensor, needed: Tensor, *sources: Tensor) -> None:
         gate_up, *rest = sources
