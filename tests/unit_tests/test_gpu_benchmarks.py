@@ -238,6 +238,8 @@ class OperatorBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if str(func.namespace) in ("activation", "static_rows", "paged_stash"):
             name = str(func).split(".")[1]
+            if (kwargs or {}).get("needed") is not None:
+                name += ", if needed"  # a recomputation, of tensors that have pages here
             tensors = [one for one in (*args, *(kwargs or {}).values(), result) if isinstance(one, Tensor)]
             self.counts[name] = self.counts.get(name, 0) + 1
             self.bytes[name] = self.bytes.get(name, 0) + sum(map(self._live_bytes, tensors))
