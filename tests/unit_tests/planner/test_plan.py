@@ -1,7 +1,6 @@
 """Plans of runs: saved tensors, peaks of schedules, printed lines. tests/distributed/test_dry_run.py compares runs."""
 
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 import torch
@@ -92,15 +91,8 @@ def test_flex_backends_are_planned_without_their_libraries(backend: str) -> None
     flex: Flags = {"moe-token-dispatcher-type": "flex", "moe-flex-dispatcher-backend": backend}
     plan, lines = planned("moe", {**experts, **flex}, ranks=2)
     same, _ = planned("moe", {**experts, "moe-token-dispatcher-type": "alltoall"}, ranks=2)
-    # The flex dispatcher also keeps the largest demand of its dispatches, in two kernels per layer.
-    (stage,), (all_to_all,) = plan.stages, same.stages
-    assert (
-        replace(stage, load=replace(stage.load, chunks=()))
-        == replace(all_to_all, load=replace(all_to_all.load, chunks=()))
-        and stage.load.chunks[0].backward == all_to_all.load.chunks[0].backward
-    )
-    extra = stage.load.chunks[0].forward - all_to_all.load.chunks[0].forward
-    assert sum(extra.values()) == 4 and max(kernel.num_bytes for kernel in extra) <= 32
+    (stage,) = plan.stages
+    assert [stage] == list(same.stages)
     assert any(one.operation == "all-to-all" for one in stage.load.traffic)
     assert any(f"backend {backend} is planned with the rows of" in line for line in lines)
     with pytest.raises(CommandLineError, match="which requires a CUDA device"):
