@@ -269,6 +269,27 @@ def test_a_step_that_cannot_be_captured_runs_eagerly_as_if_nothing_had_been_trie
         captured.assert_same(eager, "a forward that reads its loss")
 
 
+def _with_halved_gradients(run: TrainingRun) -> AbstractContextManager[None]:
+    for chunk in run.model:
+        chunk.register_bucket_ready_hook(lambda bucket: bucket.grad.mul_(0.5))
+    return nullcontext()
+
+
+def _with_a_hook() -> tuple[Trained, Trained]:
+    case = CASES["sharded update"]
+    argvs = _argv(case, EAGER), _argv(case, {**FULL, **case.flags})
+    eager, captured = (train_here(argv, setup=_with_halved_gradients) for argv in argvs)
+    return eager, captured
+
+
+@pytest.mark.slow
+def test_an_update_that_hooks_on_gradients_would_miss_is_not_captured() -> None:
+    for eager, captured in run_on_ranks(_with_a_hook, 2):
+        assert captured.failure is not None and "hooks on reduced gradients are registered" in captured.failure
+        assert (captured.num_captures, captured.num_graphs) == (1, 0)
+        captured.assert_same(eager, "a hook on reduced gradients")
+
+
 def _plans_of_all_states() -> None:
     """Compares the plan for each pair of states of two ranks with the plan expected from both states."""
     facts = [*itertools.product((False, True), repeat=3)]

@@ -126,6 +126,11 @@ class _BaseDataParallel(ModelWrapper, KeepsDtypes):
         """Attaches an optimizer that receives each reduced bucket after the hooks; None detaches it."""
         self._hook_runner.consumer = consumer
 
+    @property
+    def has_grad_hooks(self) -> bool:
+        """Whether any hook on reduced gradients is registered."""
+        return not self._hook_runner.hooks.is_empty
+
     def set_state_provider(self, provider: StateProvider) -> None:
         """Sets the bound method that `ReadyBucket.states` calls; only a weak reference to its object is kept."""
         self._hook_runner.set_state_provider(provider)

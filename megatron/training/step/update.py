@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.core.device import default_device
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.distributed.data_parallel_base import require_wrapped
+from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
 from megatron.core.distributed.finalize_model_grads import complete_model_grads, end_model_step
 from megatron.core.graphs.capture import GraphParticipant
 from megatron.core.optimizer import MegatronOptimizer
@@ -98,6 +98,8 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
     ) -> None:
         super().__init__(finalize, optimizer, timers=timers)
         self._overflow_flags, self._checks_losses = overflow_flags, checks_losses
+        # Of the captured update.
+        self._chunks: list[_BaseDataParallel] = []
         self._captured: DeviceStep | None = None
         self._done: DeviceStep | None = None  # set by a replay until run_sync completes it
 
@@ -129,8 +131,9 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
         reports: for each microbatch, maps a name to a tensor [], or [2] for (sum, count), fp32.
         """
         model, num_tokens = self._finalize.handed_over
-        chunks = [require_wrapped(chunk) for chunk in model]
-        complete_model_grads(chunks, num_tokens, groups=chunks[0].pg_collection)
+        self._chunks = [require_wrapped(chunk) for chunk in model]
+        self._check_hooks()
+        complete_model_grads(self._chunks, num_tokens, groups=self._chunks[0].pg_collection)
         self._captured = self._optimizer.step_on_device(self._discard(reports))
 
     def _discard(self, reports: Reports) -> Tensor:
@@ -145,8 +148,20 @@ class GraphedUpdate(StepUpdate, GraphParticipant):
             dist.all_reduce(discard, op=dist.ReduceOp.MAX)
         return discard
 
+    def _check_hooks(self) -> None:
+        """Raises RuntimeError if hooks on reduced gradients would run after the graph has updated the parameters."""
+        if any(chunk.has_grad_hooks for chunk in self._chunks):
+            raise RuntimeError(
+                "hooks on reduced gradients are registered, but with --optimizer-cuda-graph a graph updates the "
+                "parameters before these hooks would run: remove the hooks, or omit --optimizer-cuda-graph"
+            )
+
     def prepare(self) -> None:
-        """Writes the learning rates to the device, where the graph reads them."""
+        """Writes the learning rates to the device, where the graph reads them.
+
+        Raises RuntimeError if hooks on reduced gradients were registered after the capture.
+        """
+        self._check_hooks()
         self._optimizer.prepare_device_step()
 
     def captured(self) -> DeviceStep:
