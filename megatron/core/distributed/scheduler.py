@@ -255,8 +255,8 @@ class CollectiveScheduler(Turns):
     def finish(self) -> None:
         """Launches all remaining reductions and waits for them; once per iteration, for all chunks. Collective.
 
-        Raises NonFiniteGradientError on all ranks if a checked gradient is not finite. If a rank aborted the iteration,
-        that rank raises its own error and the others raise RemoteRankError.
+        Raises NonFiniteGradientError on all ranks if a checked gradient is not finite, and RemoteRankError if another
+        rank has called `reset`. If this rank's module was changed, it raises ValueError and the others RemoteRankError.
         """
         if self.iteration.is_finished:
             return

@@ -2,11 +2,11 @@
 
 [Note: several schedulers] Two wrappers, or two optimizers, may use the same process groups, each with its own
 scheduler. Gradients of both may become ready in one backward, in a different order on each rank. Therefore two
-schedulers whose iterations overlap in time both defer their launches. Reductions are then launched at the end of a
-backward or in `finish`, and gathers together with the optimizer's update, not in forward. At the end of a backward,
-schedulers launch in the order in which they were built, so each rank's backward must reach both. When an iteration
-begins, the deferred gathers of the other schedulers are launched. Schedulers whose iterations do not overlap, or that
-use different process groups, launch early as usual.
+schedulers whose iterations overlap in time both defer their launches. Persistent gradients are then reduced in
+`finish`, in the order in which the program calls it. Gradients that are reduced in each backward are reduced at its
+end, in the order in which schedulers were built, so each rank's backward must reach both. Gathers are launched together
+with the optimizer's update, not in forward. When an iteration begins, the deferred gathers of the other schedulers are
+launched. Schedulers whose iterations do not overlap, or that use different process groups, launch early as usual.
 
 They are not joined into one launch order when they are built, because their iterations are independent: they may
 alternate, or one may accumulate gradients over several iterations of the other, whose `finish` must not reduce them.

@@ -428,7 +428,7 @@ def _as_parameters(main: StoredFloats, start: int, *, end: int) -> torch.Tensor:
 
 
 def _fused_kernel(rates: AdamRates, *, skip: torch.Tensor | None) -> Callable[..., None]:
-    """Returns torch's fused kernel with the settings of a step; still missing are _operand_lists and `grad_scale`."""
+    """Returns torch's fused kernel with the settings of a step. The caller adds _operand_lists and `grad_scale`."""
     # torch.optim.adamw.adamw is not used, because it also counts steps and takes 1.5 times as long for a piece.
     kernel = torch._fused_adamw_ if rates.adam_w_mode else torch._fused_adam_
     beta1, beta2 = rates.betas

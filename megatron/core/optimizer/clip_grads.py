@@ -1,7 +1,8 @@
 """Norm, clipping and zero count of gradients, on one rank and over all ranks that hold parts of the model.
 
 Three functions with Megatron's names are intended for scripts. The optimizer uses GradStats, which counts each logical
-element once; optimizer.py applies the clip factor in the update itself. `group` always means a process group here.
+element once; optimizer.py computes the clip factor, and the kernel of the update applies it. `group` always means a
+process group here.
 """
 
 from collections.abc import Iterable, Mapping, Sequence

@@ -90,6 +90,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
 
     # Tells torch.amp.GradScaler that `step` accepts its scale, and decides on the device whether to update.
     _step_supports_amp_scaling = True
+    # Tells the GradScaler of NeMo to call unscale_grads.
     _custom_amp_unscale_grads = True
 
     def __init__(

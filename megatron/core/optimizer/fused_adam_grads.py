@@ -1,9 +1,9 @@
 """Gradients of DistributedFusedAdam: their path from param.grad to buckets, and the divisor that an update applies.
 
-GradAccumulator processes autograd's gradients and detects the end of a backward pass. A GradProxy in param.grad lets
-loss scalers find the reduced gradients. ShardScaling stores their divisor (loss scale and clipping) and computes their
-norm. Buckets, and the factor that turns sums over ranks into means, are defined in fused_adam_params.py.
-megatron/core/distributed orders the collectives.
+GradAccumulator processes autograd's gradients and detects the end of a backward pass. A GradProxy in `.grad` of one
+parameter lets loss scalers find the reduced gradients of all. ShardScaling stores their divisor (loss scale and
+clipping) and computes their norm. Buckets, and the factor that turns sums over ranks into means, are defined in
+fused_adam_params.py. megatron/core/distributed orders the collectives.
 """
 
 import gc
@@ -329,8 +329,9 @@ def _has_own_grad(param: nn.Parameter) -> bool:
 
 
 class GradProxy(torch.Tensor):
-    """A tensor without memory that replaces a parameter's gradient, with the parameter's shape, dtype and device.
+    """A tensor without memory, in `.grad` of one parameter, that stands for the reduced gradients of all parameters.
 
+    It has the parameter's shape, dtype and device. The other parameters have no `.grad`.
     Forwards three operations to `grads`: in-place unscaling by torch.amp.GradScaler, which also checks for infinities,
     a module's zero_grad, and autograd's accumulation. Any other use raises RuntimeError.
     """

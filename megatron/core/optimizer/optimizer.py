@@ -385,7 +385,8 @@ class MegatronOptimizer:
         """Runs a step in which the device decides whether to update. Never waits for the device and can be captured.
 
         discard: discards the step if any element is above 0: any shape and dtype, on the device, the same on all ranks.
-        Must be called after finish_grad_sync and CollectiveScheduler.step, without a gather in flight. Collective, like
+        Must be called when gradients are reduced and no gather is in flight. Ranks must agree that none has aborted the
+        iteration (finish_grad_sync, CollectiveScheduler.step), before the call or after each replay. Collective, like
         `step`. Raises ValueError for settings that require the host.
         """
         self.config.validate_device_step()

@@ -1,4 +1,6 @@
-"""UpdatesInBackward: updates each bucket of parameters as soon as its gradients are reduced, and then frees them.
+"""UpdatesInBackward: updates each bucket of parameters when the next one is being reduced, and frees its gradients.
+
+It also computes the statistics of gradients (GradStats), because they are freed before the step.
 
 The data-parallel wrapper decides when a bucket is reduced and which hooks run first; adam.py implements an update.
 
