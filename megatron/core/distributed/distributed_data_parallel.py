@@ -154,7 +154,7 @@ class DistributedDataParallel(_BaseDataParallel):
             or (group_rank(self.pg_collection.pp) > 0 and not ddp_config.has_bucket_lifetime_grads),
         )
         require_same_layout("full_param_layout", full_param_layout, {buffer.kind: buffer.layout for buffer in built})
-        _warn_of_settings(ddp_config, built, order=self.launch_order)
+        _warn_of_settings(ddp_config, built, scheduler=self.launch_order)
         # Megatron's public name hides nn.Module.buffers; named_buffers still lists the module's own buffers.
         dense = [buffer for buffer in built if not buffer.is_expert]
         self.buffers = dense  # type: ignore[assignment,method-assign]
@@ -496,13 +496,13 @@ class DistributedDataParallel(_BaseDataParallel):
             )
 
     def _build_intake(self) -> "GradIntake | StreamingIntake":
-        group_of, order = self.param_to_bucket_group, self.launch_order
+        group_of, scheduler = self.param_to_bucket_group, self.launch_order
         if self.ddp_config.has_bucket_lifetime_grads:
             releases = self.ddp_config.release_gradients
-            return StreamingIntake(group_of, order, hook_runner=self._hook_runner, releases=releases)
+            return StreamingIntake(group_of, scheduler, hook_runner=self._hook_runner, releases=releases)
         # In-place accumulation rounds differently from adding a late gradient, so timing would change results.
         is_fused = self.config.gradient_accumulation_fusion and not self.config.deterministic_mode
-        return GradIntake(self._groups, order, is_fused=is_fused)
+        return GradIntake(self._groups, scheduler, is_fused=is_fused)
 
     def _group_of_replicas(self, *, is_expert: bool) -> dist.ProcessGroup | None:
         return self.pg_collection.expt_dp if is_expert else self.pg_collection.dp_cp
@@ -532,7 +532,7 @@ def build_launch_order(
 ) -> CollectiveScheduler:
     """Builds the scheduler shared by all model chunks of a stage; with ddp_debug, DdpDebug observes it. Collective."""
     stage_group = stage_group_of(groups)
-    order = CollectiveScheduler(
+    scheduler = CollectiveScheduler(
         stage_group,
         pp_group=groups.pp,
         stage_host=groups.tp_dp_cp_host,
@@ -550,8 +550,8 @@ def build_launch_order(
         ),
     )
     if ddp_config.ddp_debug:
-        order.observe(DdpDebug(order.trace.stop))
-    return order
+        scheduler.observe(DdpDebug(scheduler.trace.stop))
+    return scheduler
 
 
 class GraphedReductions(GraphParticipant):
@@ -571,7 +571,7 @@ class GraphedReductions(GraphParticipant):
                 f"DistributedDataParallelConfig.{name} is set: it allocates gradients during backward, but a CUDA "
                 "graph requires persistent gradients; must be False for chunks in a graph"
             )
-        self._chunks, self._order = list(chunks), chunks[0].launch_order
+        self._chunks, self._scheduler = list(chunks), chunks[0].launch_order
         self._gathered = [
             group
             for chunk in chunks
@@ -586,23 +586,23 @@ class GraphedReductions(GraphParticipant):
         Collective if parameters were gathered since the last update, a condition that is the same on all ranks.
         """
         if any(group.param_state is not ParamState.STALE for group in self._gathered):
-            self._order.finish_param_sync(self._gathered)
+            self._scheduler.finish_param_sync(self._gathered)
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        with self._order.captured_iteration(self._gathered):
+        with self._scheduler.captured_iteration(self._gathered):
             yield
 
     def captured(self) -> list[Measured | None]:
         """Ends the captured iteration and returns the gradient measurements of each chunk."""
-        self._order.forget_captured(self._gathered)
+        self._scheduler.forget_captured(self._gathered)
         return [None if chunk.checks is None else chunk.checks.take_measured() for chunk in self._chunks]
 
     def dropped(self) -> None:
-        self._order.forget_captured(self._gathered)
+        self._scheduler.forget_captured(self._gathered)
 
     def replayed(self, account: list[Measured | None]) -> None:
-        self._order.note_replayed(self._gathered)
+        self._scheduler.note_replayed(self._gathered)
         for chunk, measured in zip(self._chunks, account):
             if chunk.checks is not None and measured is not None:
                 chunk.checks.restore_measured(measured)
@@ -777,10 +777,10 @@ def _build_groups(
 
 
 def _warn_of_settings(
-    config: DistributedDataParallelConfig, buffers: list[_ParamAndGradBuffer], *, order: CollectiveScheduler
+    config: DistributedDataParallelConfig, buffers: list[_ParamAndGradBuffer], *, scheduler: CollectiveScheduler
 ) -> None:
     # Warns only once, for the stage's first chunk.
-    if order.num_chunks > 0 or group_rank(order.stage_group) > 0:
+    if scheduler.num_chunks > 0 or group_rank(scheduler.stage_group) > 0:
         return
     is_narrow = any(buffer.grad_data.dtype.itemsize < 4 for buffer in buffers)
     for words in config.without_effect(has_16_bit_grads=is_narrow):

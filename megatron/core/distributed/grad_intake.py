@@ -60,9 +60,9 @@ class GradIntake:
     """
 
     def __init__(
-        self, groups: Sequence[_ParamAndGradBucketGroup], order: CollectiveScheduler, *, is_fused: bool
+        self, groups: Sequence[_ParamAndGradBucketGroup], scheduler: CollectiveScheduler, *, is_fused: bool
     ) -> None:
-        self._groups, self._order = groups, order
+        self._groups, self._scheduler = groups, scheduler
         # The graph task of the backward that produced the last gradient, and whether that backward only accumulates.
         self._task, self._only_accumulates = -1, False
         self._params = [slot.param for group in groups for slot in group.slots]
@@ -90,7 +90,7 @@ class GradIntake:
         if current_backward_id() != self._task:
             self._begin_backward()
         if not self._only_accumulates:
-            self._order.accumulate(source.group, source.slot.param)
+            self._scheduler.accumulate(source.group, source.slot.param)
         elif param.grad is not None or not is_added:
             source.grads.accumulate_at(source.slot)
 
@@ -101,12 +101,12 @@ class GradIntake:
         if self._only_accumulates:
             source.grads.add_at(source.slot, new)
         else:
-            self._order.add_gradient(source.group, source.slot.param, new=new)
+            self._scheduler.add_gradient(source.group, source.slot.param, new=new)
 
     def _begin_backward(self) -> None:
         # Also called when a backward continues after activation recomputation has run another backward inside it.
         self._task = current_backward_id()
-        self._only_accumulates = self._order.only_accumulates(self._groups)
+        self._only_accumulates = self._scheduler.only_accumulates(self._groups)
 
 
 class StreamingIntake:
@@ -118,15 +118,15 @@ class StreamingIntake:
     def __init__(
         self,
         group_of: Mapping[nn.Parameter, _ParamAndGradBucketGroup],
-        order: CollectiveScheduler,
+        scheduler: CollectiveScheduler,
         *,
         hook_runner: GradHookRunner,
         releases: bool,
     ) -> None:
-        self._group_of, self._order, self._hook_runner = group_of, order, hook_runner
+        self._group_of, self._scheduler, self._hook_runner = group_of, scheduler, hook_runner
         self._groups = list(dict.fromkeys(group_of.values()))
         self._releases = releases
-        self._end, self._outermost = BackwardEnd(self._end_backward_pass, order), OutermostBackward()
+        self._end, self._outermost = BackwardEnd(self._end_backward_pass, scheduler), OutermostBackward()
         for param in group_of:
             set_grad_owner(param, None)
             mark_gradients_pass(param)
@@ -167,7 +167,7 @@ class StreamingIntake:
             self._end.note()
             if self._releases and group.is_last_backward:
                 self._hold_if_inside()
-        self._order.accumulate(group, param)
+        self._scheduler.accumulate(group, param)
         # The bucket stores a copy.
         param.grad = None
 
@@ -179,7 +179,7 @@ class StreamingIntake:
 
     @torch.no_grad()
     def _end_backward_pass(self) -> None:
-        self._order.end_backward_pass(self._groups)
+        self._scheduler.end_backward_pass(self._groups)
         self._hook_runner.end_backward()
 
 
@@ -243,9 +243,9 @@ class BackwardEnd:
     it runs at the end of the outer backward.
     """
 
-    def __init__(self, then: Callable[[], None], order: Turns) -> None:
-        self._then, self._order = then, order
-        order.add_end(self.close)
+    def __init__(self, then: Callable[[], None], scheduler: Turns) -> None:
+        self._then, self._scheduler = then, scheduler
+        scheduler.add_end(self.close)
         # Remains set after an error has ended a backward.
         self._is_open = False
         # The graph task that has a callback. A different task, nested or after an error, requires a separate callback.
@@ -276,7 +276,7 @@ class BackwardEnd:
         node = current_autograd_node()
         if node is None:
             if self._is_open:
-                self._order.end_earlier()
+                self._scheduler.end_earlier()
             self.close()
         else:
             # See [Note: inner backward].

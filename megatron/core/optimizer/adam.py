@@ -493,14 +493,14 @@ class UpdateRule(Protocol):
 
     is_collective: bool
     optimizer: torch.optim.Optimizer
-    runs: list[FlatParamRange]
+    ranges: list[FlatParamRange]
 
     def refresh_rates(self) -> None:
         """Copies the groups' current learning rates for subsequent updates, including updates in graphs."""
         ...
 
-    def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
-        """Updates the rule's ranges contained in `runs` from scaled gradients, and writes their parameters.
+    def update(self, scale: GradScale, ranges: Set[FlatParamRange]) -> None:
+        """Updates those of the rule's ranges that are in `ranges` from scaled gradients, and writes their parameters.
 
         Called once per step for each range.
         """
@@ -551,9 +551,11 @@ class FusedRule:
 
     is_collective = False
 
-    def __init__(self, config: OptimizerConfig, runs: Sequence[FlatParamRange], *, groups: Sequence[GroupKey]) -> None:
-        self.runs = list(runs)
-        members = [[one for one in runs if one.group == key] for key in groups]
+    def __init__(
+        self, config: OptimizerConfig, ranges: Sequence[FlatParamRange], *, groups: Sequence[GroupKey]
+    ) -> None:
+        self.ranges = list(ranges)
+        members = [[one for one in ranges if one.group == key] for key in groups]
         torch_groups = [
             {"params": [one.stepped for one in ranges], **key.values(config)} for key, ranges in zip(groups, members)
         ]
@@ -567,12 +569,12 @@ class FusedRule:
             )
             # A zero momentum gives the same first step as torch, which begins without a momentum.
             names = [_MOMENTUM] if config.sgd_momentum > 0 else []
-            self._moments = {one: {name: zeros_beside(one.main, torch.float32) for name in names} for one in runs}
+            self._moments = {one: {name: zeros_beside(one.main, torch.float32) for name in names} for one in ranges}
         else:
             betas = (config.adam_beta1, config.adam_beta2)
             self.optimizer = torch.optim.AdamW(torch_groups, lr=config.lr, betas=betas, eps=config.adam_eps, fused=True)
             dtypes = {"exp_avg_dtype": config.exp_avg_dtype, "exp_avg_sq_dtype": config.exp_avg_sq_dtype}
-            self._adam = {one: FlatAdam.of_masters(one.main, **dtypes) for one in runs}
+            self._adam = {one: FlatAdam.of_masters(one.main, **dtypes) for one in ranges}
             self._moments = {one: state.moments for one, state in self._adam.items()}
         # For scripts that look up moments in torch's optimizer; the kernels do not use it.
         for one, moments in self._moments.items():
@@ -582,7 +584,7 @@ class FusedRule:
         self._batches = _batches_of(members)
         self._batch_of = {one: batch for batch in self._batches for one in batch.ranges}
         self.refresh_rates()
-        on_host = [one for one in self.runs if self._batch_of[one].lr.device.type == "cpu"]
+        on_host = [one for one in self.ranges if self._batch_of[one].lr.device.type == "cpu"]
         self._overlapped = frozenset(on_host if config.overlap_cpu_optimizer_d2h_h2d else [])
         self._copies = _HostCopies(on_host) if self._overlapped else None
 
@@ -591,11 +593,11 @@ class FusedRule:
         for batch in self._batches:
             batch.lr.fill_(self.optimizer.param_groups[batch.number]["lr"])
 
-    def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
-        """Updates the rule's ranges contained in `runs`. State on the host does not support scale.skip."""
+    def update(self, scale: GradScale, ranges: Set[FlatParamRange]) -> None:
+        """Updates those of the rule's ranges that are in `ranges`. State on the host does not support scale.skip."""
         with torch.no_grad():
             for batch in self._batches:
-                chosen = [one for one in batch.ranges if one in runs and one not in self._overlapped]
+                chosen = [one for one in batch.ranges if one in ranges and one not in self._overlapped]
                 if self._is_sgd:
                     for together in _sgd_calls(chosen):
                         self._step_sgd(together, batch, scale=scale)
@@ -606,7 +608,7 @@ class FusedRule:
                     one.write_model()
             if self._copies is not None:
                 # Last, so that updates on a GPU run while the host computes.
-                chosen = [one for one in self.runs if one in runs and one in self._overlapped]
+                chosen = [one for one in self.ranges if one in ranges and one in self._overlapped]
                 for chunk, grad in self._copies.chunks(chosen):
                     self._step_chunk(chunk, grad, scale=scale)
                 _count([self._adam[one] for one in chosen if one in self._adam], skip=scale.skip)

@@ -104,7 +104,7 @@ class AttentionLogits:
         self.reset()
 
     @torch.no_grad()
-    def rescale(self, runs: Iterable[FlatParamRange], *, skip: Tensor | None) -> None:
+    def rescale(self, ranges: Iterable[FlatParamRange], *, skip: Tensor | None) -> None:
         """Scales the projections inside the given ranges, after their update.
 
         Each range must be passed exactly once per step, because a second pass would scale it twice. skip: [], any
@@ -113,7 +113,7 @@ class AttentionLogits:
         rows = self._row_factors(skip)
         if not rows:
             return
-        for run in runs:
+        for run in ranges:
             for param_range in run.params:
                 if param_range.param in rows:
                     _scale(run, param_range, rows[param_range.param])

@@ -109,9 +109,9 @@ def get_megatron_optimizer(
     in_backward = None
     if handed is not None:
         in_backward = UpdatesInBackward(
-            config, groups, handed, rules=rules, runs=ranges, logical_pieces=pieces, device=device
+            config, groups, handed, rules=rules, ranges=ranges, logical_pieces=pieces, device=device
         )
-    stats = in_backward or GradStats(config, groups, buffers, runs=ranges, logical_pieces=pieces, device=device)
+    stats = in_backward or GradStats(config, groups, buffers, ranges=ranges, logical_pieces=pieces, device=device)
     modules = (module for chunk in chunks for module in chunk.modules())
     layers = [one for one in modules if isinstance(one, ClipsLogits) and one.largest_logits is not None]
     params = [slot.param for slot in slots]
@@ -193,7 +193,9 @@ def _optimizer_of(
         return DistributedOptimizer(first, config, scaler, None, chunks, buffers, group, gloo, parts=parts)
     # Decided by settings, not by parameter dtypes, because a bf16 model may have an fp32 router.
     has_masters = config.fp16 or config.bf16
-    name_masters([buffer for chunk in parts.model_chunks for buffer in chunk.all_buffers], parts.runs, is_sharded=False)
+    name_masters(
+        [buffer for chunk in parts.model_chunks for buffer in chunk.all_buffers], parts.ranges, is_sharded=False
+    )
 
     def one_of(some: OptimizerParts) -> MegatronOptimizer:
         torch_optimizer = some.rules[0].optimizer
@@ -204,7 +206,7 @@ def _optimizer_of(
     if len(parts.rules) == 1:
         return one_of(parts)
     # The chain performs the updates, with one norm of all ranges in the order of the buffers.
-    alone = [dataclasses.replace(parts, rules=[rule], runs=rule.runs, logits=[]) for rule in parts.rules]
+    alone = [dataclasses.replace(parts, rules=[rule], ranges=rule.ranges, logits=[]) for rule in parts.rules]
     return ChainedOptimizer([one_of(some) for some in alone], parts=parts)
 
 

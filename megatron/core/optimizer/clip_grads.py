@@ -151,9 +151,9 @@ class GradStats:
     This class reads gradients that are persistent in their buffers. UpdatesInBackward overrides methods for gradients
     that are released before the step.
 
-    buffers, runs: all buffers and ranges of the model on this rank. logical_pieces: by parameter name, the pieces that
-    exclude padding; parameters without an entry are counted whole. device: the tensors' device, the same kind on all
-    ranks.
+    buffers, ranges: all buffers and flat ranges of the model on this rank. logical_pieces: by parameter name, the
+    pieces that exclude padding; parameters without an entry are counted whole. device: the tensors' device, the same
+    kind on all ranks.
     """
 
     def __init__(
@@ -162,11 +162,11 @@ class GradStats:
         groups: ProcessGroupCollection,
         buffers: Sequence[FlatBuffer],
         *,
-        runs: Sequence[FlatParamRange],
+        ranges: Sequence[FlatParamRange],
         logical_pieces: Mapping[str, list[LogicalPiece]],
         device: torch.device,
     ) -> None:
-        self._config, self._groups, self._runs = config, groups, list(runs)
+        self._config, self._groups, self._ranges = config, groups, list(ranges)
         self._logical_pieces = logical_pieces
         # In fp64 the norm does not depend on how gradients are split, which differs between layouts.
         self._norm_dtype = torch.float64 if config.deterministic_mode else torch.float32
@@ -184,7 +184,7 @@ class GradStats:
         expert_shards = shards.get(True, dense_shards)
         self._dense_groups = [dense_shards or (expert_shards if self._is_one_group else None), groups.mp]
         self._expert_groups = [expert_shards, groups.tp_ep_pp]
-        self._parts = {param_range: self._parts_of(param_range) for param_range in self._runs}
+        self._parts = {param_range: self._parts_of(param_range) for param_range in self._ranges}
 
     # Called during a step.
 
@@ -195,11 +195,11 @@ class GradStats:
 
     def norm(self) -> Tensor:
         """Returns the 2-norm of all reduced gradients, still scaled, on the device: [], fp64. Collective."""
-        return self.join_norms([self.norms_of(self._runs)])
+        return self.join_norms([self.norms_of(self._ranges)])
 
     def count_zeros(self) -> Tensor:
         """Returns the number of exact zeros in all gradients, on the device: [], int64. Collective."""
-        return self.join_zeros([self.zeros_of(self._runs)])
+        return self.join_zeros([self.zeros_of(self._ranges)])
 
     def end_step(self, grad_norm: float) -> None:
         """Hook that runs after an update. grad_norm: norm of the unscaled gradients before clipping."""
@@ -219,19 +219,19 @@ class GradStats:
 
     # In parts, for gradients that are freed as soon as they are counted.
 
-    def norms_of(self, runs: Iterable[FlatParamRange]) -> PartialStat:
+    def norms_of(self, ranges: Iterable[FlatParamRange]) -> PartialStat:
         """Returns this rank's part of the gradient norm of some ranges."""
-        grads = ((one.grad[part.start : part.end], part.with_experts) for one in runs for part in self._parts[one])
+        grads = ((one.grad[part.start : part.end], part.with_experts) for one in ranges for part in self._parts[one])
         return self._part_of_norm(grads, accumulate_in=self._norm_dtype)
 
     def join_norms(self, parts: Sequence[PartialStat]) -> Tensor:
         """Combines parts into the norm of all their gradients, bit-identical to a joint norm: [], fp64. Collective."""
         return self._norm_over(parts, dense_groups=self._dense_groups, expert_groups=self._expert_groups)
 
-    def zeros_of(self, runs: Iterable[FlatParamRange]) -> PartialStat:
+    def zeros_of(self, ranges: Iterable[FlatParamRange]) -> PartialStat:
         """Returns this rank's part of the number of exact zeros in the gradients of some ranges."""
         # By logical piece, so that padding, between parameters and of the vocabulary, is not counted.
-        grads = ((member, member.view_of(one.grad)) for one in runs for member in one.params)
+        grads = ((member, member.view_of(one.grad)) for one in ranges for member in one.params)
         owned = ((member, self._without_padding(member, grad)) for member, grad in grads if self._owns(member.param))
         dense, experts = self._dense_and_experts(
             (part, self._with_experts(member.param)) for member, parts in owned for part in parts
@@ -251,7 +251,7 @@ class GradStats:
         """Returns the 2-norm of all updated ranges (masters), summed in fp64. Collective."""
         owned = (
             (_with_norm_of_main(one, part.start, end=part.end), part.with_experts)
-            for one in self._runs
+            for one in self._ranges
             for part in self._parts[one]
         )
         return read_norm_sync(self.join_norms([self._part_of_norm(owned, accumulate_in=torch.float64)]))

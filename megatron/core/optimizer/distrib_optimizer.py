@@ -81,7 +81,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         parts = parts or parts_over_shards(optimizer, config, init_state_fn, model_chunks=model_chunks)
         super().__init__(optimizer, config, grad_scaler, init_state_fn, parts=parts)
         self._sharded_chunks = sharded
-        name_masters([buffer for chunk in model_chunks for buffer in chunk.all_buffers], self._runs, is_sharded=True)
+        name_masters([buffer for chunk in model_chunks for buffer in chunk.all_buffers], self._ranges, is_sharded=True)
         self.data_parallel_group, self.data_parallel_group_gloo = data_parallel_group, data_parallel_group_gloo
         self.data_parallel_group_idx = data_parallel_group_idx
         self.distributed_optimizer_instance_id = distributed_optimizer_instance_id
@@ -91,7 +91,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         self._gathers_in_step = overlap.overlap_param_gather_with_optimizer_step
         self._gathers_after_step = not overlap.overlap_param_gather
         self._ranges_in: dict[tuple[FlatBuffer, int], list[FlatParamRange]] = {}
-        for param_range in self._runs:
+        for param_range in self._ranges:
             self._ranges_in.setdefault((param_range.buffer, param_range.bucket), []).append(param_range)
 
     @staticmethod
@@ -177,7 +177,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
                     of_chunk = _checked(state_dict, index, buffer, kinds) if is_first else {}
                 for kind in kinds:
                     self._write_shards(buffer, kind, of_chunk)
-        for one in self._runs:
+        for one in self._ranges:
             one.write_model()
         self.mark_whole()
         for chunk in self._sharded_chunks:
@@ -267,7 +267,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
         if self._gathers_in_step:
             self._update_and_gather_buckets(scale)
         else:
-            self.update_ranges(scale, self._runs)
+            self.update_ranges(scale, self._ranges)
         self.mark_whole()
         self._note_update()
         if self._gathers_after_step:
@@ -290,7 +290,7 @@ class DistributedOptimizer(MixedPrecisionOptimizer):
 
     def _update_and_gather_buckets(self, scale: GradScale) -> None:
         together = [rule for rule in self._rules if rule.is_collective]
-        self.update_ranges(scale, self._runs, rules=together)
+        self.update_ranges(scale, self._ranges, rules=together)
         rest = [rule for rule in self._rules if not rule.is_collective]
         for group in (group for scheduler in self._gather_schedulers for group in scheduler.gather_each()):
             places = [(bucket.buffer, bucket.layout.index) for bucket in group.buckets]

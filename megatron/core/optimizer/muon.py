@@ -104,18 +104,18 @@ class MuonRule:
     def __init__(
         self,
         config: OptimizerConfig,
-        runs: Sequence[FlatParamRange],
+        ranges: Sequence[FlatParamRange],
         *,
         buffers: Sequence[FlatBuffer],
         keys: Mapping[nn.Parameter, GroupKey],
         matrices: Mapping[str, list[MatrixWindow]],
     ) -> None:
-        self.runs = list(runs)
+        self.ranges = list(ranges)
         self._config = config
-        self._momenta = {param_range: torch.zeros_like(param_range.stepped) for param_range in runs}
+        self._momenta = {param_range: torch.zeros_like(param_range.stepped) for param_range in ranges}
         placed = [slot for buffer in buffers for slot in buffer.slots if keys[slot.param].is_matrix]
         windows = {slot: matrices.get(slot.name, [_whole(slot.param)]) for slot in placed}
-        self._batches = [batch for buffer in buffers for batch in _plan(buffer, windows, ranges=self.runs)]
+        self._batches = [batch for buffer in buffers for batch in _plan(buffer, windows, ranges=self.ranges)]
         # By parameter name and matrix.
         self._group_of: dict[tuple[str, MatrixWindow], dict[str, Any]] = {}
         self.optimizer = torch.optim.Optimizer(self._torch_groups(windows, keys), {"lr": config.lr})
@@ -143,14 +143,14 @@ class MuonRule:
     def refresh_rates(self) -> None:
         """Does nothing, because `update` reads the learning rates from the groups."""
 
-    def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
+    def update(self, scale: GradScale, ranges: Set[FlatParamRange]) -> None:
         """Updates all ranges in one call. Collective over the ranks that own shards."""
-        assert runs >= set(self.runs), "matrices cross range boundaries, so all ranges must be updated together"
+        assert ranges >= set(self.ranges), "matrices cross range boundaries, so all ranges must be updated together"
         divisor = scale.divisor
         assert isinstance(divisor, float), "Muon requires a host decision: see OptimizerConfig.validate_device_step"
         with torch.no_grad():
             grads = {}
-            for param_range in self.runs:
+            for param_range in self.ranges:
                 # 16-bit gradients are converted, which copies them; others are divided in place.
                 grad = param_range.grad.to(self._momenta[param_range].dtype)
                 grads[param_range] = grad.div_(divisor) if divisor != 1.0 else grad
@@ -162,7 +162,7 @@ class MuonRule:
                 self._orthogonalize(batch, received)
                 returned = _exchange(batch, received, sizes=[[t.numel() for t in sent] for sent in directions])
                 self._apply(batch, returned)
-            for param_range in self.runs:
+            for param_range in self.ranges:
                 param_range.write_model()
 
     def _direction(self, part: _Part, grad: torch.Tensor) -> torch.Tensor:

@@ -152,8 +152,8 @@ class MegatronOptimizer:
         self.grad_scaler = grad_scaler
         # Copies, so that later changes of the caller's lists have no effect.
         self._rules = list(parts.rules)
-        self._runs = list(parts.runs)
-        self._writes = ParamWrites(self._runs)
+        self._ranges = list(parts.ranges)
+        self._writes = ParamWrites(self._ranges)
         self._model_chunks = list(parts.model_chunks)
         self._pieces = parts.pieces
         # Chunks of a stage share a scheduler.
@@ -220,7 +220,7 @@ class MegatronOptimizer:
             # Not `param.grad = None`, because gradients are in flat buffers, whose memory is persistent.
             chunk.zero_grad_buffer(caller=self)
         if not self._model_chunks:
-            for member in (member for one in self._runs for member in one.params):
+            for member in (member for one in self._ranges for member in one.params):
                 if set_to_none:
                     member.param.grad = None
                 elif member.param.grad is not None:
@@ -334,7 +334,7 @@ class MegatronOptimizer:
         grad_norm = self.get_grad_norm()
         coefficient = clip_coefficient(clip_grad, grad_norm) if clip_grad > 0 and math.isfinite(grad_norm) else 1.0
         if coefficient < 1.0:
-            for one in self._runs:
+            for one in self._ranges:
                 one.grad.mul_(coefficient)
         return grad_norm
 
@@ -399,7 +399,7 @@ class MegatronOptimizer:
         # Before the update, as in `step`.
         num_zeros = self._grad_stats.count_zeros() if self.config.log_num_zeros_in_grad else None
         self.mark_half_done()
-        self.update_ranges(decision.scale, self._runs)
+        self.update_ranges(decision.scale, self._ranges)
         self.mark_whole()
         return decision.for_host(num_zeros)
 
@@ -436,7 +436,7 @@ class MegatronOptimizer:
         """
         self._check_whole()
         # Without this check, the kernel would silently update memory that the model no longer reads.
-        for param_range in self._runs:
+        for param_range in self._ranges:
             param_range.check_attached()
         self._writes.take()
         for rule in self._rules:
@@ -452,7 +452,7 @@ class MegatronOptimizer:
     def _update(self, scale: GradScale) -> None:
         """Performs an update on which the host has decided."""
         self.mark_half_done()
-        self.update_ranges(scale, self._runs)
+        self.update_ranges(scale, self._ranges)
         self.mark_whole()
         self._note_update()
 
@@ -461,19 +461,19 @@ class MegatronOptimizer:
         self._half_done = error
 
     def update_ranges(
-        self, scale: GradScale, runs: Iterable[FlatParamRange], *, rules: Sequence[UpdateRule] | None = None
+        self, scale: GradScale, ranges: Iterable[FlatParamRange], *, rules: Sequence[UpdateRule] | None = None
     ) -> None:
         """Updates flat ranges from their scaled gradients, then scales down attention projections inside them.
 
         Ranges that were updated in backward are only scaled down. A step must pass each range once. rules: the rules to
         run; None means all.
         """
-        chosen, used = frozenset(runs), self._rules if rules is None else rules
+        chosen, used = frozenset(ranges), self._rules if rules is None else rules
         if not self._grad_stats.is_updated:
             for rule in used:
                 rule.update(scale, chosen)
         # A range belongs to one rule. Scaled here, before a DistributedOptimizer gathers it.
-        stepped = [one for rule in used for one in rule.runs if one in chosen] if self._logits else []
+        stepped = [one for rule in used for one in rule.ranges if one in chosen] if self._logits else []
         for logits in self._logits:
             logits.rescale(stepped, skip=None if scale.skip is None else scale.skip.detach())
 
@@ -513,7 +513,7 @@ class MegatronOptimizer:
         """
         why = "masters are set to the parameters' values; convert the checkpoint, or load it with its optimizer state"
         require_defaults("reload_model_params", why, state_dict=(state_dict, None))
-        for param_range in self._runs:
+        for param_range in self._ranges:
             param_range.take_model()
         self._writes.note()
 
@@ -539,7 +539,7 @@ class MegatronOptimizer:
         yield [tensor for state, flat in zip(states, values) for tensor in state.tensors(flat, model_pieces)]
         for state, flat in zip(states, values):
             state.stored.write(0, flat)
-        for param_range in self._runs:
+        for param_range in self._ranges:
             # A copy that is not a master has no entry in the checkpoint.
             if param_range.is_copy and not param_range.has_master:
                 param_range.take_model()
@@ -549,9 +549,9 @@ class MegatronOptimizer:
     @property
     def state_bytes(self) -> dict[str, int]:
         """Bytes of this rank's state: `masters` and `moments` on the device, and `host_states` for both on the host."""
-        by_range = {one: rule.flat_state(one).values() for rule in self._rules for one in rule.runs}
+        by_range = {one: rule.flat_state(one).values() for rule in self._rules for one in rule.ranges}
         found = {"masters": 0, "moments": 0, "host_states": 0}
-        for param_range in self._runs:
+        for param_range in self._ranges:
             masters, moments = ("host_states",) * 2 if param_range.on_host else ("masters", "moments")
             found[masters] += param_range.main.num_bytes if param_range.is_copy else 0
             found[moments] += sum(stored.num_bytes for stored in by_range[param_range])
@@ -559,8 +559,8 @@ class MegatronOptimizer:
 
     def _flat_states(self) -> list[FlatState]:
         states = []
-        by_range = {one: rule.flat_state(one) for rule in self._rules for one in rule.runs}
-        for param_range in self._runs:
+        by_range = {one: rule.flat_state(one) for rule in self._rules for one in rule.ranges}
+        for param_range in self._ranges:
             # Without masters, the model's weights are updated, which are already in the checkpoint.
             masters = {MASTERS: param_range.main} if param_range.has_master else {}
             states += [
@@ -583,7 +583,7 @@ class MegatronOptimizer:
         sharded_state_dict for checkpoints that load into any layout. DistributedOptimizer omits `state`.
         """
         self._check_whole()
-        by_range: dict[FlatParamRange, dict[str, Tensor]] = {one: {} for one in self._runs}
+        by_range: dict[FlatParamRange, dict[str, Tensor]] = {one: {} for one in self._ranges}
         for state in self._flat_states():
             by_range[state.param_range][state.kind] = state.read().clone()
         return {**self.common_state(), "state": list(by_range.values())}
@@ -645,8 +645,8 @@ class MegatronOptimizer:
         host.
         """
         self._check_whole()
-        of_rules = [stored for rule in self._rules for one in rule.runs for stored in rule.flat_state(one).values()]
-        masters = [one.main for one in self._runs if one.is_copy]
+        of_rules = [stored for rule in self._rules for one in rule.ranges for stored in rule.flat_state(one).values()]
+        masters = [one.main for one in self._ranges if one.is_copy]
         held = [tensor for stored in [*of_rules, *masters] for tensor in stored.memory]
         # On a GPU, these are already on the host with OptimizerConfig.optimizer_cpu_offload.
         self._offloaded = OffloadedMemory(one for one in held if one.device == self._device_scale.device)
@@ -661,7 +661,7 @@ class MegatronOptimizer:
         items = [item for item in flatten(model_state) if isinstance(item, ShardedTensor)]
         known = {item.key for item in items}
         found = {}
-        for member in (member for one in self._runs for member in one.params):
+        for member in (member for one in self._ranges for member in one.params):
             held = self._pieces.get(member.name) or _pieces_in(items, member.param)
             missing = {piece.key for piece in held} - known if items else set()
             if missing or not held:
@@ -674,7 +674,7 @@ class MegatronOptimizer:
 
     def _load_ranges(self, saved: Sequence[Mapping[str, Tensor]]) -> None:
         states = self._flat_states()
-        by_range: dict[FlatParamRange, list[FlatState]] = {one: [] for one in self._runs}
+        by_range: dict[FlatParamRange, list[FlatState]] = {one: [] for one in self._ranges}
         for state in states:
             by_range[state.param_range].append(state)
         sizes = [{state.kind: (state.stored.numel,) for state in held} for held in by_range.values()]
@@ -688,7 +688,7 @@ class MegatronOptimizer:
             for state in held:
                 like = state.read()
                 state.stored.write(0, tensors[state.kind].to(like))
-        for one in self._runs:
+        for one in self._ranges:
             one.write_model()
         self.mark_whole()
         self._after_load()
@@ -937,7 +937,7 @@ def _joined(chained: Sequence[MegatronOptimizer]) -> OptimizerParts:
     chunks = list(dict.fromkeys(chunk for one in chained for chunk in one._model_chunks))
     return OptimizerParts(
         [rule for one in chained for rule in one._rules],
-        [run for one in chained for run in one._runs],
+        [run for one in chained for run in one._ranges],
         chunks,
         chained[0]._grad_stats if len(chained) == 1 else _JoinedStats([one._grad_stats for one in chained]),
         chained[0]._device_scale.device,
@@ -1013,7 +1013,7 @@ class _RunStates:
         # Keys consist of the buffer object, which wrappers know, and the index of the bucket in it.
         self._found: dict[tuple[object, int], list[tuple[UpdateRule, FlatParamRange]]] = {}
         for rule in rules:
-            for param_range in rule.runs:
+            for param_range in rule.ranges:
                 self._found.setdefault((param_range.buffer, param_range.bucket), []).append((rule, param_range))
         for pairs in self._found.values():
             pairs.sort(key=lambda pair: pair[1].span.start)

@@ -148,16 +148,16 @@ class UpdatesInBackward(GradStats):
         handed: Mapping[FlatBuffer, HandedGrads],
         *,
         rules: Sequence[UpdateRule],
-        runs: Sequence[FlatParamRange],
+        ranges: Sequence[FlatParamRange],
         logical_pieces: Mapping[str, list[LogicalPiece]],
         device: torch.device,
     ) -> None:
-        super().__init__(config, groups, list(handed), runs=runs, logical_pieces=logical_pieces, device=device)
+        super().__init__(config, groups, list(handed), ranges=ranges, logical_pieces=logical_pieces, device=device)
         # Keyed by object, because wrappers pass the same buffers under a different type.
         self._handed: dict[object, HandedGrads] = {one.buffer: one for one in handed.values()}
         self._rules = list(rules)
         self._ranges_in: dict[tuple[FlatBuffer, int], list[FlatParamRange]] = {}
-        for param_range in runs:
+        for param_range in ranges:
             self._ranges_in.setdefault((param_range.buffer, param_range.bucket), []).append(param_range)
         self._clip = config.in_backward_clip
         self._iteration = _Iteration.NONE

@@ -34,7 +34,7 @@ InitStateFn = Callable[..., Any]
 
 @dataclass(frozen=True)
 class OptimizerParts:
-    """The parts of a MegatronOptimizer. runs: the flat ranges of all rules. device: the model's device.
+    """The parts of a MegatronOptimizer. ranges: the flat ranges of all rules. device: the model's device.
 
     model_chunks: wrapped chunks whose gradients a step resets and whose updates it records; empty if the optimizer was
     built over bare parameters. pieces: the logical pieces of the chunks' parameters, by name. logits: empty unless
@@ -42,7 +42,7 @@ class OptimizerParts:
     """
 
     rules: Sequence[UpdateRule]
-    runs: Sequence[FlatParamRange]
+    ranges: Sequence[FlatParamRange]
     model_chunks: Sequence[_BaseDataParallel]
     grad_stats: GradStats
     device: torch.device
@@ -72,11 +72,11 @@ def parts_over_params(
                 group["params"][index] = target
                 _move_state(optimizer, param, target)
             stepped[run] = _Stepped(target, number)
-    runs = list(stepped)
-    device = next((one.model.device for one in runs), default_device())
-    buffers: list[FlatBuffer] = [one.buffer for one in runs]
-    stats = GradStats(config, existing_process_groups(), buffers, runs=runs, logical_pieces={}, device=device)
-    return OptimizerParts([TorchRule(optimizer, stepped, init_state_fn)], runs, [], stats, device, {})
+    ranges = list(stepped)
+    device = next((one.model.device for one in ranges), default_device())
+    buffers: list[FlatBuffer] = [one.buffer for one in ranges]
+    stats = GradStats(config, existing_process_groups(), buffers, ranges=ranges, logical_pieces={}, device=device)
+    return OptimizerParts([TorchRule(optimizer, stepped, init_state_fn)], ranges, [], stats, device, {})
 
 
 def parts_over_shards(
@@ -108,16 +108,16 @@ def parts_over_shards(
             f"the optimizer's groups contain {len(keys)} parameters that require grad and the chunks contain "
             f"{len(slots)}: must be the same parameters"
         )
-    runs = build_ranges(buffers, keys)
-    stepped = {one: _Stepped(nn.Parameter(one.stepped), keys[one.params[0].param].number) for one in runs}
+    ranges = build_ranges(buffers, keys)
+    stepped = {one: _Stepped(nn.Parameter(one.stepped), keys[one.params[0].param].number) for one in ranges}
     for number, group in enumerate(optimizer.param_groups):
         group["params"] = [one.param for one in stepped.values() if one.number == number]
     optimizer.state.clear()
     pieces = {name: held for chunk in model_chunks for name, held in model_logical_pieces(chunk).items()}
     device = model_chunks[0].device
     groups = model_chunks[0].pg_collection
-    stats = GradStats(config, groups, buffers, runs=runs, logical_pieces=pieces, device=device)
-    return OptimizerParts([TorchRule(optimizer, stepped, init_state_fn)], runs, model_chunks, stats, device, pieces)
+    stats = GradStats(config, groups, buffers, ranges=ranges, logical_pieces=pieces, device=device)
+    return OptimizerParts([TorchRule(optimizer, stepped, init_state_fn)], ranges, model_chunks, stats, device, pieces)
 
 
 @dataclass(frozen=True)
@@ -152,13 +152,13 @@ class TorchRule:
         stepped: Mapping[FlatParamRange, _Stepped],
         init_state_fn: InitStateFn | None,
     ) -> None:
-        self.optimizer, self.runs = optimizer, list(stepped)
+        self.optimizer, self.ranges = optimizer, list(stepped)
         self._stepped, self._init_state_fn = dict(stepped), init_state_fn
 
     def refresh_rates(self) -> None:
         """Does nothing, because torch reads its groups in each step."""
 
-    def update(self, scale: GradScale, runs: Set[FlatParamRange]) -> None:
+    def update(self, scale: GradScale, ranges: Set[FlatParamRange]) -> None:
         """Updates all ranges; a parameter without a gradient remains unchanged, as in torch.
 
         Raises ValueError if the device decides whether to update, which torch's step() does not support.
@@ -168,7 +168,7 @@ class TorchRule:
                 f"step_on_device does not support torch's {type(self.optimizer).__name__}: call step, which "
                 "decides on the host, or build the optimizer with get_megatron_optimizer"
             )
-        assert all(one in runs for one in self.runs), "torch's optimizer updates all its parameters in one call"
+        assert all(one in ranges for one in self.ranges), "torch's optimizer updates all its parameters in one call"
         with torch.no_grad():
             before = [(one.param, one.param.grad) for one in self._stepped.values()]
             for one, stepped in self._stepped.items():
@@ -176,7 +176,7 @@ class TorchRule:
             self.optimizer.step()
             for param, grad in before:
                 param.grad = grad
-            for one in self.runs:
+            for one in self.ranges:
                 one.write_model()
 
     def flat_state(self, run: FlatParamRange) -> dict[str, StoredFloats]:

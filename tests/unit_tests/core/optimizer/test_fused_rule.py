@@ -64,7 +64,7 @@ class Case:
         wrapped = DistributedDataParallel(ModelParallelConfig(), ddp_config, model)
         self.config = OptimizerConfig(lr=LR, weight_decay=DECAY, adam_eps=EPS, **settings)
         (self.rule,) = get_megatron_optimizer(self.config, [wrapped])._rules
-        assert isinstance(self.rule, FusedRule) and self.rule.runs
+        assert isinstance(self.rule, FusedRule) and self.rule.ranges
         self.buffers = wrapped.all_buffers
         assert {buffer.grad_data.dtype for buffer in self.buffers} == {grads}
         if self.config.optimizer == "sgd":
@@ -72,9 +72,9 @@ class Case:
         else:
             kinds = {"exp_avg": self.config.exp_avg_dtype, "exp_avg_sq": self.config.exp_avg_sq_dtype}
         self.moments = {
-            run: {kind: zeros_beside(run.main, dtype) for kind, dtype in kinds.items()} for run in self.rule.runs
+            run: {kind: zeros_beside(run.main, dtype) for kind, dtype in kinds.items()} for run in self.rule.ranges
         }
-        self.steps = {run: torch.zeros(()) for run in self.rule.runs}
+        self.steps = {run: torch.zeros(()) for run in self.rule.ranges}
 
     def fill_gradients(self, seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -85,7 +85,7 @@ class Case:
         divisor = scale.divisor
         if not isinstance(divisor, Tensor):
             divisor = None if divisor == 1.0 else torch.tensor(divisor)
-        for run in self.rule.runs:
+        for run in self.rule.ranges:
             stored = {"main": run.main, **self.moments[run]}
             values = {kind: one.read(0, one.numel) for kind, one in stored.items()}
             # Torch divides a gradient in place: in the run's memory if that has the dtype of the step, or in a copy if
@@ -140,7 +140,7 @@ class Case:
 
     def memory(self, moments: Mapping[FlatParamRange, Mapping[str, StoredFloats]]) -> list[Tensor]:
         """Returns a copy of all memory that a step may change, including gradients."""
-        stored = [one for run in self.rule.runs for one in (run.main, *moments[run].values())]
+        stored = [one for run in self.rule.ranges for one in (run.main, *moments[run].values())]
         kept = [value for one in stored for value in vars(one).values() if isinstance(value, Tensor)]
         buffers = [tensor for buffer in self.buffers for tensor in (buffer.param_data, buffer.grad_data)]
         return [tensor.clone().view(torch.uint8) for tensor in (*kept, *buffers)]
@@ -160,13 +160,13 @@ def test_a_step_has_the_bits_of_torchs_function_in_every_form(
         scale = GradScale(divisor, None if skip is None else torch.tensor(skip))
         for case in (ours, theirs):
             case.fill_gradients(number)
-        ours.rule.update(scale, frozenset(ours.rule.runs))
+        ours.rule.update(scale, frozenset(ours.rule.ranges))
         theirs.step_by_torch(scale)
-        ours_now = ours.memory({run: ours.rule.flat_state(run) for run in ours.rule.runs})
+        ours_now = ours.memory({run: ours.rule.flat_state(run) for run in ours.rule.ranges})
         assert all(map(torch.equal, ours_now, theirs.memory(theirs.moments)))
     if ours.config.optimizer == "adam":
         expected = sum(skips[number % len(skips)] != 1.0 for number in range(4))
-        assert [float(count) for count in ours.rule.step_counts()] == [expected] * len(ours.rule.runs)
+        assert [float(count) for count in ours.rule.step_counts()] == [expected] * len(ours.rule.ranges)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
