@@ -32,7 +32,7 @@ from megatron.training.config import RunConfig
 # Shown with every estimated time.
 ASSUMPTIONS = (
     "each kernel takes the longer of its arithmetic and its memory traffic, at the rates of configs/devices.yaml",
-    "kernels are those that torch calls, one after the other: only attention and norms are fused",
+    "kernels are those that torch calls, one after the other: only attention, norms and activations are fused",
     "messages do not share links; nodes hold consecutive ranks, with one network port per rank",
     "all ranks of a stage take the same time; no step waits for data",
 )

@@ -78,7 +78,7 @@ ELSEWHERE, ACCUMULATION, ON_HOST = "elsewhere", "accumulation", "on the host"
 MOE_PHASES = ("router", "router losses", "order_by_expert", "demand", "dispatch", "experts", "combine")
 
 KINDS = {
-    "own kernels": r"(static_rows|paged_stash|router|rope)::.*",
+    "own kernels": r"(static_rows|activation|paged_stash|router|rope)::.*",
     "collectives": r"c10d::.*",
     "products": r"aten::(mm|addmm|bmm|baddbmm|_grouped_mm|_scaled_dot_product\w*)\b.*",
     "sorts, scans": r"aten::(sort|topk|cumsum|searchsorted|bincount)\b.*",

@@ -1,11 +1,15 @@
 """Tests errors on one rank: the other ranks are told, and all restart bitwise equal to a run without the error."""
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from megatron.core.group_collectives import RemoteRankError
+from megatron.core.optimizer import DistributedFusedAdam
 from tests.counts import long_count, soak_only
 from tests.distributed.fused_adam_runs import ODD, Case, Run, cap, world
 from tests.harness import run_on_ranks
@@ -40,6 +44,43 @@ def fail_in_forward(run, step):
     with pytest.raises(Failing):
         run.backward(step)
     handle.remove()
+
+
+def _behind_a_registration(settings: dict[str, Any], registers: str) -> None:
+    """Resets on the last rank after a registration of parameters behind the gradients' norm."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(6, 6) for _ in range(3)])
+    first, last = list(model[:2].parameters()), list(model[2].parameters())
+    optimizer, x = DistributedFusedAdam(first, lr=0.1, **settings), torch.ones(2, 6)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.grad_norm()
+    optimizer.add_param_group({"params": last})
+    if registers == "init_params":
+        optimizer.init_params(last)
+    else:
+        optimizer.state_dict()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        optimizer.reset_iteration()
+    else:
+        with pytest.raises(RemoteRankError):
+            optimizer.step()
+        optimizer.reset_iteration()
+    model(x).square().mean().backward()
+    optimizer.step()
+    flat = torch.cat([param.detach().flatten() for param in model.parameters()])
+    sums = flat.clone()
+    dist.all_reduce(sums)
+    assert torch.equal(sums, flat * dist.get_world_size())
+
+
+@pytest.mark.parametrize("registers", ["init_params", "state_dict"])
+def test_an_error_behind_a_registration_reaches_the_other_ranks(registers: str) -> None:
+    run_on_ranks(_behind_a_registration, 2, SMALL, registers, timeout=60)
 
 
 # Where the last rank's iteration fails.

@@ -246,11 +246,6 @@ class Iteration:
         """Whether all gradients are reduced, on all ranks, and the optimizer may step or has stepped."""
         return self._phase in (_Phase.FINISHED, _Phase.STEPPED)
 
-    @property
-    def is_stepped(self) -> bool:
-        """Whether an optimizer has updated the parameters, or is about to."""
-        return self._phase is _Phase.STEPPED
-
     def check_usable(self) -> None:
         """Raises RuntimeError after an abort, until the next iteration begins, and permanently after `close`."""
         if self._phase is _Phase.CLOSED:

@@ -150,8 +150,16 @@ def activate(gate_up: Tensor, scale: Tensor | None, *, form: ActivationForm, num
 
     gate_up: [*, 2F], gate before up (plain: [*, F]), any float dtype; scale: [*], any float dtype, or None; num_rows:
     [1], int64, same device: rows of a two-dimensional gate_up to compute, or None for all. Returns [*, F], gate_up's
-    dtype; other rows are undefined. Saves gate_up and scale for backward.
+    dtype; other rows are undefined. Saves gate_up and scale for backward. Raises ValueError for a scale of another
+    shape, and for a gated activation of an odd width.
     """
+    if scale is not None and scale.shape != gate_up.shape[:-1]:
+        raise ValueError(
+            f"scale has shape {tuple(scale.shape)}: must be {tuple(gate_up.shape[:-1])}, one number for each row of "
+            "the activation's input"
+        )
+    if form.activation.is_gated and gate_up.shape[-1] % 2:
+        raise ValueError(f"the activation's input has a width of {gate_up.shape[-1]}: must be even, gate before up")
     act: Tensor = _GatedActivation.apply(gate_up, scale, num_rows, form)
     return act
 

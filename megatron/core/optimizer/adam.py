@@ -1,7 +1,7 @@
 """Adam over flat ranges of numbers in any storage form: its state, one step, and FusedRule for AdamW and SGD.
 
 adam_step updates whole ranges, for DistributedFusedAdam and for the rules of MegatronOptimizer. FusedRule updates state
-on the host in chunks (step_chunk) while other chunks are copied; both use the same kernels. Norm, clipping and loss
+on the host in chunks (_step_chunk) while other chunks are copied; both use the same kernels. Norm, clipping and loss
 scale are handled in optimizer.py for MegatronOptimizer, and by ShardScaling (fused_adam_grads.py) for
 DistributedFusedAdam. Storage forms are in stored_floats.py.
 

@@ -230,7 +230,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         asked = self._memory.replaced(memory)
         given = [*self._shards.names] if params is None else self._shards.check_own(as_params(params))
         taken = self._shards.groups_of
-        self._grads.register([param for param in given if param.requires_grad and param not in taken], asked)
+        self._shards.register([param for param in given if param.requires_grad and param not in taken], asked)
         self._shards.move_in()
 
     def init_params_bucket(self, params: nn.Parameter | Iterable[nn.Parameter], **memory: Any) -> None:
@@ -591,7 +591,7 @@ class DistributedFusedAdam(torch.optim.Optimizer):
         self._count.add_(1 if scale.skip is None else scale.skip == 0)
         if grad_use is GradUse.DIVIDE:
             self._scaling.note_divided(scale.skip)
-        self._order.iteration.mark_stepped()
+        self._grads.note_step()
         self._order.note_update()
         if gathers_now:
             self._order.finish_param_sync(groups)

@@ -23,7 +23,6 @@ from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.optimizer.adam import GradScale
 from megatron.core.optimizer.clip_grads import clip_coefficient_on_device, total_norm
 from megatron.core.optimizer.fused_adam_params import ShardedParams
-from megatron.core.optimizer.fused_adam_settings import AdamMemory
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.param_attributes import is_wrapped
 
@@ -57,6 +56,19 @@ class GradMode(Enum):
     SYNC = "sync"
     COPY = "copy"
     KEEP = "keep"
+
+
+class _Sums(Enum):
+    """State of the gradient sums in the shards, which a registration of parameters does not change.
+
+    GROWING: gradients may be missing. WHOLE: all gradients are included. STEPPED: all gradients are included, and an
+    update has used them. ABORTED: another rank has aborted the iteration.
+    """
+
+    GROWING = "growing"
+    WHOLE = "whole"
+    STEPPED = "stepped"
+    ABORTED = "aborted"
 
 
 def check_free(name: str, param: nn.Parameter) -> None:
@@ -95,9 +107,10 @@ class GradAccumulator:
         order.make_up_passes = lambda num_backwards: (make_up() or _no_passes)(num_backwards)
         # ParamHooks refers to this object weakly, so that parameters do not keep an unused optimizer alive.
         self._hooks = ParamHooks(self.mark_grad_ready)
+        self._sums = _Sums.GROWING
         # Unregistered parameters with a gradient, in the order in which their gradients became ready.
         self._early: dict[nn.Parameter, None] = {}
-        # Number of backward passes that have ended since the sums in the shards were last completed or dropped.
+        # Number of backward passes that have ended since the sums were last completed or dropped.
         self._num_passes = 0
         # Whether reduced gradients were checked for infinities since zero_grad.
         self.is_checked = False
@@ -176,9 +189,9 @@ class GradAccumulator:
         self._pass.forget()
         self._order.num_backwards = num_backwards
         self._order.catch_up_earlier()
-        if self._order.iteration.is_stepped:
+        if self._sums is _Sums.STEPPED:
             self._resume_accumulation()
-        if self._order.iteration.is_collecting:
+        if self._sums is _Sums.GROWING:
             self._make_up(num_backwards)
             self.register_rest()
         self._order.reset()
@@ -186,7 +199,7 @@ class GradAccumulator:
 
     def _make_up(self, num_backwards: int) -> None:
         """Launches the collectives that other ranks launch before they learn of this rank's error."""
-        while self._order.iteration.is_collecting and self._num_passes < num_backwards:
+        while self._sums is _Sums.GROWING and self._num_passes < num_backwards:
             self._end_backward_pass()
 
     def forget(self) -> None:
@@ -195,7 +208,7 @@ class GradAccumulator:
         self._order.begin_iteration(self)
         self._pass.forget()
         self._early.clear()
-        self._num_passes, self.is_checked = 0, False
+        self._sums, self._num_passes, self.is_checked = _Sums.GROWING, 0, False
         self._scaling.reset()
         for param in self._params.names:
             param.grad = None
@@ -210,15 +223,16 @@ class GradAccumulator:
         # ranks.
         with self.mode(GradMode.COPY):
             self._accumulate_rest()
+        is_stepped = self._sums is _Sums.STEPPED
+        # Replaced below unless finish raises.
+        self._sums = _Sums.ABORTED
         self._order.finish()
-        self._num_passes = 0
+        self._sums, self._num_passes = _Sums.STEPPED if is_stepped else _Sums.WHOLE, 0
         self._put_proxy()
 
-    def register(self, params: Sequence[nn.Parameter], memory: AdamMemory) -> None:
-        """Calls ShardedParams.register. Collective."""
-        if params:
-            self._resume_accumulation()
-        self._params.register(params, memory)
+    def note_step(self) -> None:
+        """Records that an update has used the sums; another update or another iteration may follow."""
+        self._sums = _Sums.STEPPED
 
     def register_rest(self) -> None:
         """Registers the remaining trained parameters, in the order of their first gradients. Collective."""
@@ -228,7 +242,7 @@ class GradAccumulator:
             self._early.clear()
             found = set(in_order)
             # Reversed, because buffers place the last parameter first.
-            self.register(
+            self._params.register(
                 [*(param for param in waiting if param not in found), *reversed(in_order)], self._params.memory
             )
 
@@ -250,7 +264,8 @@ class GradAccumulator:
 
     def _resume_accumulation(self) -> None:
         """Reopens completed sums, so that further gradients can be added."""
-        if self._order.iteration.is_finished:
+        if self._sums in (_Sums.WHOLE, _Sums.STEPPED):
+            self._sums = _Sums.GROWING
             self._order.resume_accumulation()
             self._scaling.fold(self._params.sums)
 

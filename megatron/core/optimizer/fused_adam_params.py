@@ -273,7 +273,7 @@ class ShardedParams:
         return [by_place[place] for place in everywhere]
 
     def register(self, params: Sequence[nn.Parameter], memory: AdamMemory) -> None:
-        """Registers parameters as a new segment. params: in buffer order. The scheduler must be collecting gradients.
+        """Registers parameters as a new segment. params: in buffer order.
 
         Collective. Raises ValueError on all ranks if parameters or settings differ between ranks.
         """
@@ -298,6 +298,7 @@ class ShardedParams:
             self.groups_of[param].append(group)
             group.on_arrival = partial(self._mark_arrived, group)
         self._note_addresses(params)
+        self._order.resume_accumulation()
         self._order.attach(ChunkSync(segment.groups, nn.ParameterList(params), self._find_change, _nothing))
         if self._is_captured:
             # Without a capture, parameters are moved when states are first used, after full gradients were freed.

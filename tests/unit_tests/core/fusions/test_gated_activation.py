@@ -1,5 +1,6 @@
 """Activations of layers: the kernel gives what torch gives, for all rows of any shape, and saves only its input."""
 
+import re
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -142,6 +143,18 @@ def test_second_derivatives_of_a_fused_activation_are_refused() -> None:
     (grad,) = torch.autograd.grad(LAYERS["swiglu"](x, None).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale", "message"),
+    [((5, 34), (6,), "scale has shape (6,)"), ((2, 34), (1,), "must be (2,)"), ((2, 5), None, "width of 5")],
+)
+def test_scales_of_another_shape_and_odd_widths_are_refused(
+    shape: tuple[int, int], scale: tuple[int] | None, message: str
+) -> None:
+    x = random(*shape, dtype=torch.float32)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        LAYERS["swiglu"](x, None if scale is None else random(*scale, dtype=torch.float32))
 
 
 @pytest.mark.parametrize("name", ["swiglu", "geglu", "squared_relu"])
