@@ -425,6 +425,8 @@ class DistributedDataParallel(_BaseDataParallel):
             )
         if self._waits.is_attached:
             raise ValueError("enable_forward_pre_hook was called twice: call disable_forward_pre_hook first")
+        # Scripts may have changed its public attributes, such as align_param_gather.
+        self._waits.prefetch = self._prefetches
         for module in self.module.modules():
             self._waits.attach(module, kept=self)
 

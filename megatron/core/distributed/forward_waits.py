@@ -40,7 +40,7 @@ class ForwardWaits:
         root: nn.Module | None = None,
     ) -> None:
         self._order, self._params, self._groups_of = order, params, groups_of
-        self._prefetch, self._root = prefetch, root
+        self.prefetch, self._root = prefetch, root
         self._handles: list[RemovableHandle] = []
         # Modules that attach_when_called has seen.
         self._seen: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -95,7 +95,7 @@ class ForwardWaits:
     def wait(self, groups: Iterable[_ParamAndGradBucketGroup]) -> None:
         """Waits until the parameters of groups may be read."""
         for group in groups:
-            self._order.need(group, prefetch=self._prefetch)
+            self._order.need(group, prefetch=self.prefetch)
 
     def _attach_new(self, module: nn.Module) -> None:
         if module in self._seen:
