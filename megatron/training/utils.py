@@ -193,7 +193,7 @@ def calc_params_l2_norm(model: nn.Module | Sequence[nn.Module], force_create_fp3
     if any(isinstance(param, DTensor) for param in params):
         raise ValueError("the model is sharded by FSDP2, but whole parameters are required: use --log-params-norm")
     stats = GradStats(
-        OptimizerConfig(), existing_process_groups(), [], runs=[], logical_pieces={}, device=default_device()
+        OptimizerConfig(), existing_process_groups(), [], ranges=[], logical_pieces={}, device=default_device()
     )
     return stats.norm_of(params)
 
