@@ -796,7 +796,7 @@ def _module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) 
     """Returns a function that detects changes to `module` that would exclude a parameter from reduction or update.
 
     The function describes the first such change, or returns None if there is none. wrapped: the parameters in buffers.
-    WrappedShards.find_problem (torch_fsdp2_state.py) is its counterpart for modules sharded by fully_shard.
+    WrappedShards.find_change (torch_fsdp2_state.py) is its counterpart for modules sharded by fully_shard.
     """
     in_buffers = frozenset(wrapped)
     at_start = dict(module.named_parameters())
@@ -810,7 +810,7 @@ def _module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) 
 
     held_at_start = held()
 
-    def find_module_change() -> str | None:
+    def find_change() -> str | None:
         if held() == held_at_start:
             return None
         now = dict(module.named_parameters())
@@ -836,7 +836,7 @@ def _module_change_finder(module: nn.Module, wrapped: Collection[nn.Parameter]) 
                 return _changed(name, "moved, converted or assigned other data")
         return None
 
-    return find_module_change
+    return find_change
 
 
 _changed = partial(

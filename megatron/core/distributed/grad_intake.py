@@ -1,8 +1,9 @@
 """The way of a gradient from autograd to its bucket: hooks on parameters, accumulation, and the end of a backward.
 
 GradIntake takes in persistent gradients, StreamingIntake gradients that are reduced in each backward; each belongs to a
-wrapper. They accumulate a gradient in its bucket (bucket_storage.py) and report it to the scheduler (scheduler.py),
-which launches the reductions. Users' hooks on reduced gradients are in grad_hooks.py.
+wrapper. They pass a gradient to CollectiveScheduler.accumulate (scheduler.py), which accumulates it in its bucket
+(bucket_storage.py), counts it, and launches the reductions that are then possible. In microbatches that only
+accumulate, GradIntake accumulates it without the scheduler. Users' hooks on reduced gradients are in grad_hooks.py.
 
 ParamHooks calls its owner with each parameter whose gradient is accumulated. BackwardEnd calls its owner at the end of
 a backward. OutermostBackward distinguishes a backward from backwards that activation recomputation runs inside it.
@@ -49,7 +50,7 @@ class _Source:
 
 
 class GradIntake:
-    """Accumulates every gradient that autograd has accumulated, or is about to compute.
+    """Takes in every gradient that autograd has accumulated, or that a kernel is about to add.
 
     In a backward whose gradients are reduced, the scheduler accumulates and counts them. Other backwards, such as those
     of all microbatches but the last, only accumulate, which is decided once for each backward

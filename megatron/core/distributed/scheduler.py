@@ -5,7 +5,7 @@ gradients become ready and parameters are needed, because that order may differ 
 reductions of a stage therefore have one order, the same on all ranks, with gathers before reductions. It may change
 only between iterations. Each rank launches in this order; its gradients and forwards determine only how early. At the
 end of an iteration, one small all-reduce tells all ranks whether any rank aborted the iteration, which gradients were
-late and whether to change the order.
+late and whether to change the order to the one that the first rank of the stage observed.
 
 Ranks with different experts may have different groups, because some ranks' experts may be frozen. Therefore every rank
 numbers the groups of all ranks.
@@ -47,14 +47,14 @@ _UNREAD = (ParamState.STALE, ParamState.IN_FLIGHT)
 class ChunkSync:
     """A model chunk from the scheduler's point of view: bucket groups and callbacks.
 
-    module: the wrapped module. find_problem: describes a change to the module that invalidates its buffers, or returns
+    module: the wrapped module. find_change: describes a change to the module that invalidates its buffers, or returns
     None. zero_grads: drops the chunk's gradients. checks: applied to gradients before they are reduced. hook_runner:
     releases reduced gradients to hooks. checks and hook_runner may be None.
     """
 
     groups: Sequence[_ParamAndGradBucketGroup]
     module: nn.Module
-    find_problem: Callable[[], str | None]
+    find_change: Callable[[], str | None]
     zero_grads: Callable[[], None]
     checks: GradChecks | None = None
     hook_runner: GradHookRunner | None = None
@@ -262,7 +262,7 @@ class CollectiveScheduler(Turns):
             return
         self.iteration.check_usable()
         self.is_open = False
-        problem = next((found for chunk in self._chunks if (found := chunk.find_problem())), None)
+        problem = next((found for chunk in self._chunks if (found := chunk.find_change())), None)
         if not (is_replayed := self.iteration.is_replayed):
             self._launch_last()
         non_finite = [name for chunk in self._chunks if chunk.checks for name in chunk.checks.non_finite_sync()]

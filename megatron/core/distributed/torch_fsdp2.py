@@ -177,7 +177,7 @@ class TorchFullyShardedDataParallel(_BaseDataParallel):
             groups=self.pg_collection,
             hook_runner=hook_runner,
             units=units,
-            find_change=self._wrapped.find_problem,
+            find_change=self._wrapped.find_change,
         )
         # Last, because its hooks run before those of fully_shard and of GatheredParams.
         self._iteration.watch(module)

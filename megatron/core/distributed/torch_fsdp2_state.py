@@ -490,7 +490,7 @@ class WrappedShards:
         found = (shard.param for shard in self._shards if shard.whole is param or shard.after_forward is param)
         return next(found, param)
 
-    def find_problem(self) -> str | None:
+    def find_change(self) -> str | None:
         """Describes the first change that would exclude a parameter from reduction or update; None if there is none.
 
         _module_change_finder (distributed_data_parallel.py) is its counterpart for modules in DistributedDataParallel.

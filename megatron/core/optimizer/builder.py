@@ -6,14 +6,14 @@ built.
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
@@ -41,7 +41,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig, check_whol
 from megatron.core.optimizer.optimizer_in_backward import HandedGrads, UpdatesInBackward, check_in_backward
 from megatron.core.optimizer.optimizer_parts import OptimizerParts
 from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, ParamGrouping
-from megatron.core.optimizer.stored_floats import StoredFloats, full_masters, half_masters, remainder_masters
+from megatron.core.optimizer.stored_floats import masters_for
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import HasWeightMatrices, MatrixWindow, param_facts
@@ -96,7 +96,7 @@ def get_megatron_optimizer(
     ranges = build_ranges(
         buffers,
         keys,
-        main_of=_masters(config),
+        main_of=masters_for(config),
         host_fraction=config.host_fraction,
         grads_of=None if handed is None else {buffer: of_buffer.grad_of for buffer, of_buffer in handed.items()},
     )
@@ -208,15 +208,6 @@ def _optimizer_of(
     # The chain performs the updates, with one norm of all ranges in the order of the buffers.
     alone = [dataclasses.replace(parts, rules=[rule], ranges=rule.ranges, logits=[]) for rule in parts.rules]
     return ChainedOptimizer([one_of(some) for some in alone], parts=parts)
-
-
-def _masters(config: OptimizerConfig) -> Callable[[Tensor], StoredFloats]:
-    """Returns the function that builds masters of parameters, [N], in the configured form."""
-    if not config.use_precision_aware_optimizer:
-        return full_masters
-    if config.main_params_dtype == torch.float16:
-        return half_masters
-    return remainder_masters if config.keeps_remainders else full_masters
 
 
 def _weight_matrices(model_chunks: Sequence[nn.Module], *, split_qkv: bool) -> dict[str, list[MatrixWindow]]:

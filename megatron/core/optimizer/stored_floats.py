@@ -3,16 +3,17 @@
 The storage forms are the classes Plain, Rounded, ScaledHalf and WithRemainder. Each is read and written as fp32 or
 fp64, and has a multiple of BLOCK elements. Two functions choose the form of Adam's moments: zeros_beside in this file,
 from a dtype, for MegatronOptimizer, and _storage in adam.py, from a StateForm, for DistributedFusedAdam. Masters are
-built by the *_masters functions in this file, and by _main_of in adam.py.
+built by the functions *_masters in this file, of which masters_for chooses one, and by _main_of in adam.py.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import torch
 
 from megatron.core.device import host_bytes
 from megatron.core.distributed.layout import ALIGNMENT
+from megatron.core.optimizer.optimizer_config import OptimizerConfig
 
 # Number of elements that share a scale. Equals the granularity at which parameters are split over ranks, so that no
 # split changes a scale.
@@ -204,6 +205,15 @@ def pieces(stored: StoredFloats, *, start: int, end: int) -> Iterator[tuple[int,
     step = end - start if isinstance(stored, Plain) else piece_elements(stored)
     for first in range(start, end, max(step, 1)):
         yield first, stored.read(first, min(first + step, end))
+
+
+def masters_for(config: OptimizerConfig) -> Callable[[torch.Tensor], StoredFloats]:
+    """Returns the function that builds masters of parameters, [N], in the configured form."""
+    if not config.use_precision_aware_optimizer:
+        return full_masters
+    if config.main_params_dtype == torch.float16:
+        return half_masters
+    return remainder_masters if config.keeps_remainders else full_masters
 
 
 def full_masters(model: torch.Tensor) -> StoredFloats:
