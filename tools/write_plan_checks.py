@@ -38,9 +38,9 @@ PARAMETERS = {
 # Router biases, which have no gradient. They are counted in hub files but not in plans.
 _ROUTER_BIASES = {"deepseek-v3": 58 * 256}
 
-# A GPT with 7.50e9 parameters, like the paper's example.
+# A GPT with 7.50e9 parameters, like the paper's example, in few layers, because model states depend only on their sum.
 _ZERO_MODEL = (
-    "--num-layers 36 --hidden-size 4096 --num-attention-heads 32 --vocab-size 60088 --seq-length 1024 "
+    "--num-layers 4 --hidden-size 12288 --num-attention-heads 96 --vocab-size 19449 --seq-length 1024 "
     "--max-position-embeddings 1024 --micro-batch-size 1 --global-batch-size 1024"
 )
 _ZERO = "Rajbhandari et al. 2020 (ZeRO), table 1"

@@ -1,6 +1,6 @@
-"""Runs shell scripts whose $PYTHON is a client of this process, so that their programs run on warm ranks. No tests.
+"""Runs shell scripts whose $PYTHON, python and torchrun are clients of this process. No tests.
 
-The scripts are exactly those that users run, but their programs do not spend time on imports.
+The scripts are exactly those that users run, but their programs run on warm ranks, without spending time on imports.
 """
 
 import importlib
@@ -23,9 +23,12 @@ from tests.harness import launch_on_ranks
 # -SE skips site and the user's settings, which the client does not need, so it starts in a few milliseconds.
 _CLIENT = """#!{python} -SE
 import json, os, socket, sys
+words = sys.argv[1:]
+if words[:1] == ["-"]:
+    words = ["-c", sys.stdin.read()]
 with socket.socket(socket.AF_UNIX) as link:
     link.connect({address!r})
-    link.sendall(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]).encode() + b"\\n")
+    link.sendall(json.dumps([{before!r} + words, os.getcwd(), dict(os.environ)]).encode() + b"\\n")
     code, out, err = json.loads(link.makefile().read())
 sys.stdout.write(out)
 sys.stderr.write(err)
@@ -54,9 +57,14 @@ class Finished:
 
 
 def run_script(
-    command: Sequence[str], *, env: Mapping[str, str], launching: bool = True, timeout: float = 300
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path = ROOT,
+    launching: bool = True,
+    timeout: float = 300,
 ) -> Finished:
-    """Runs `command` in the repository's folder with PYTHON as described above.
+    """Runs `command` with clients as described above. cwd: the repository, or a folder with links to its files.
 
     launching: if False, programs under torchrun are not run but only recorded in `launches`, as for other machines.
     """
@@ -65,13 +73,15 @@ def run_script(
         folder = Path(name)
         listener.bind(str(folder / "socket"))
         listener.listen()
-        client = folder / "python"
-        client.write_text(_CLIENT.format(python=sys.executable, address=str(folder / "socket")))
-        client.chmod(0o755)
+        for name, before in (("python", []), ("torchrun", _TORCHRUN)):
+            client = folder / "bin" / name
+            client.parent.mkdir(exist_ok=True)
+            client.write_text(_CLIENT.format(python=sys.executable, address=str(folder / "socket"), before=before))
+            client.chmod(0o755)
+        environment = {**os.environ, **env, "PYTHON": str(folder / "bin" / "python")}
+        environment["PATH"] = f"{folder / 'bin'}:{environment['PATH']}"
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
-            process = subprocess.Popen(
-                list(command), cwd=ROOT, env={**os.environ, **env, "PYTHON": str(client)}, stdout=out, stderr=err
-            )
+            process = subprocess.Popen(list(command), cwd=cwd, env=environment, stdout=out, stderr=err)
             try:
                 while process.poll() is None:
                     if select.select([listener], [], [], 0.02)[0]:
@@ -110,7 +120,7 @@ def _main(words: list[str], folder: str) -> int:
 
 
 def _execute(words: list[str], folder: str) -> int:
-    """Executes the code after -c."""
+    """Executes the code after -c, or of stdin."""
     os.chdir(folder)
     exec(words[1], {"__name__": "__main__"})
     return 0
