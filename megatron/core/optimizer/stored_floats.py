@@ -208,7 +208,7 @@ def pieces(stored: StoredFloats, *, start: int, end: int) -> Iterator[tuple[int,
 
 
 def masters_for(config: OptimizerConfig) -> Callable[[torch.Tensor], StoredFloats]:
-    """Returns the function that builds masters of parameters, [N], in the configured form."""
+    """Returns the function that builds masters in the configured form from parameters, [N], fp32 or 16-bit."""
     if not config.use_precision_aware_optimizer:
         return full_masters
     if config.main_params_dtype == torch.float16:
