@@ -284,7 +284,8 @@ def validate_gated_unit(config: TransformerConfig) -> None:
     for name, unset in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
         if vars(config)[name] != unset:
             raise ValueError(
-                f"{name} is {vars(config)[name]} but feed-forward layers are not gated: add --quick-geglu or --swiglu"
+                f"{name} is {vars(config)[name]} but feed-forward layers are not gated: set gated_linear_unit "
+                "(--swiglu or --quick-geglu)"
             )
 
 
