@@ -73,8 +73,8 @@ def run_script(
         folder = Path(name)
         listener.bind(str(folder / "socket"))
         listener.listen()
-        for name, before in (("python", []), ("torchrun", _TORCHRUN)):
-            client = folder / "bin" / name
+        for program, before in (("python", []), ("torchrun", _TORCHRUN)):
+            client = folder / "bin" / program
             client.parent.mkdir(exist_ok=True)
             client.write_text(_CLIENT.format(python=sys.executable, address=str(folder / "socket"), before=before))
             client.chmod(0o755)
