@@ -116,9 +116,9 @@ class _BaseDataParallel(ModelWrapper, KeepsDtypes):
     def owned_shard(self, param: nn.Parameter) -> nn.Parameter:
         """Returns this rank's part of a parameter, always as the same object.
 
-        Its `.grad` is set only while post-accumulate hooks run. The part is the parameter itself without sharding, a
-        view [n] under ZeRO-1 and ZeRO-2, and the sharded parameter, a DTensor, under FSDP2. Raises ValueError for a
-        parameter that is not wrapped.
+        Its `.grad` is set only while post-accumulate hooks run; with FSDP2 it remains until gradients are freed. The
+        part is the parameter itself without sharding, a view [n] under ZeRO-1 and ZeRO-2, and the sharded parameter, a
+        DTensor, under FSDP2. Raises ValueError for a parameter that is not wrapped.
         """
         return self._hook_runner.owned_shard(param)
 

@@ -337,7 +337,7 @@ class ReleasedGroup(Protocol):
 
 
 class GradConsumer(Protocol):
-    """An optimizer that receives each bucket's gradient as soon as it is reduced."""
+    """An optimizer that receives each bucket's gradient during backward, once it is reduced."""
 
     def begin(self) -> None:
         """Begins an iteration, possibly after an aborted one, and drops gradients that are still held."""

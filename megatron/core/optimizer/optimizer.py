@@ -45,6 +45,8 @@ from megatron.core.utils import unwrap_model
 
 # Megatron's name for the only format of optimizer state in checkpoints: boxes of whole tensors.
 FULLY_RESHARDABLE = "fully_reshardable"
+# Settings of parameter groups that kernels receive as host numbers.
+_KEPT = ("weight_decay", "betas", "eps", "momentum")
 _BROKEN_UPDATE = (
     "an error interrupted the update of an earlier step, so parameters and optimizer states belong to different "
     "steps: load a checkpoint"
@@ -179,7 +181,7 @@ class MegatronOptimizer:
         # Persistent, so that graphs multiply losses and divide gradients by the current scale of each replay.
         self._device_scale = torch.full((), self._loss_scale, dtype=torch.float64, device=parts.device)
         # Weight decays that a graph has captured as plain numbers; None before the first step on the device.
-        self._decays_on_device: list[float] | None = None
+        self._captured_settings: list[dict[str, Any]] | None = None
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -368,17 +370,12 @@ class MegatronOptimizer:
         """Prepares an update on the device; must be called before step_on_device and before each replay of it.
 
         Performs the checks of `step`, and copies the learning rates to the device (prepare_update, refresh_rates of
-        each rule). Raises RuntimeError and ValueError like `step`, and ValueError if weight decay has changed since the
-        capture.
+        each rule). Raises RuntimeError and ValueError like `step`, and ValueError if a setting that graphs keep has
+        changed since the first step on the device.
         """
         self._prepare_step()
-        decays = self._weight_decays()
-        if self._decays_on_device not in (None, decays):
-            raise ValueError(
-                f"weight decays of the parameter groups were {self._decays_on_device} in the first step on the "
-                f"device and are {decays}: graphs keep the first values, so weight_decay must not change unless steps "
-                "run without a graph"
-            )
+        if self._captured_settings is not None:
+            self._check_settings(self._captured_settings)
 
     @trace_range("MegatronOptimizer.step_on_device")
     def step_on_device(self, discard: torch.Tensor | None = None) -> DeviceStep:
@@ -390,7 +387,7 @@ class MegatronOptimizer:
         `step`. Raises ValueError for settings that require the host.
         """
         self.config.validate_device_step()
-        self._decays_on_device = self._weight_decays()
+        self._captured_settings = self._kept_settings()
         for logits in self._logits:
             logits.collect()
         decision = _decide(
@@ -705,8 +702,20 @@ class MegatronOptimizer:
             self.grad_scaler.update(found_inf)
             self._device_scale.fill_(self._loss_scale)
 
-    def _weight_decays(self) -> list[float]:
-        return [group["weight_decay"] for group in self.param_groups]
+    def _kept_settings(self) -> list[dict[str, Any]]:
+        """Returns the settings of each parameter group that kernels receive as host numbers, which graphs keep."""
+        clip = {"clip_grad": self.config.clip_grad}
+        return [{name: group[name] for name in _KEPT if name in group} | clip for group in self.param_groups]
+
+    def _check_settings(self, kept: list[dict[str, Any]]) -> None:
+        for number, (before, now) in enumerate(zip(kept, self._kept_settings())):
+            name = next((name for name, value in now.items() if before[name] != value), None)
+            if name is not None:
+                raise ValueError(
+                    f"{name} of parameter group {number} was {before[name]} in the first step on the device and is "
+                    f"{now[name]}: graphs keep the first value, so {name} must not change unless steps run without a "
+                    "graph"
+                )
 
     def _step_counts(self) -> list[torch.Tensor]:
         # One counter for each range of a rule that counts steps; all counters have the same value.

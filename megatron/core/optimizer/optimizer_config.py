@@ -232,7 +232,7 @@ class InBackwardConfig:
     cli_group: ClassVar[str] = "optimizer"
 
     optimizer_in_backward: bool = config_field(
-        False, help="Update each bucket of parameters as soon as its gradients are reduced, and free the gradients."
+        False, help="Update each bucket of parameters while the next one is being reduced, and free its gradients."
     )
     optimizer_in_backward_clip: str | None = config_field(
         None,

@@ -168,12 +168,20 @@ def test_rates_reach_the_kernels_by_the_same_memory():
             assert torch.equal(param, old) == (rate == 0.0)
 
 
-def test_a_weight_decay_that_moves_after_a_step_on_the_device_is_an_error():
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("weight_decay", 0.2, r"weight_decay of parameter group 0 was 0.1 .* is 0.2: .*weight_decay must not change"),
+        ("betas", (0.5, 0.5), r"betas of parameter group 0 was \(0.9, .* is \(0.5, 0.5\): "),
+        ("eps", 1.0, "eps of parameter group 0 was 1e-08 .* is 1.0: "),
+    ],
+)
+def test_a_setting_that_changes_after_a_step_on_the_device_is_an_error(name, value, message):
     wrapped, optimizer = build({})
     prepare_gradients(wrapped, optimizer, 0)
     assert device_step(optimizer)[0]
-    optimizer.param_groups[0]["weight_decay"] = 0.2
-    with pytest.raises(ValueError, match=r"were \[0.1, .* and are \[0.2, .*weight_decay must not change"):
+    optimizer.param_groups[0][name] = value
+    with pytest.raises(ValueError, match=message):
         optimizer.prepare_device_step()
 
 
