@@ -77,8 +77,6 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
             "full, uniform 2": full("uniform", 2),
             "full, block 2": full("block", 2),
             "layernorm": selective("layernorm"),
-            "moe_act": selective("moe_act"),
-            "layernorm moe_act": selective("layernorm", "moe_act"),
             "moe": selective("moe"),
             "core_attn": selective("core_attn"),
             "offload attn_norm qkv_linear core_attn attn_proj mlp_norm": offload(

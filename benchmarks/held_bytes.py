@@ -25,7 +25,7 @@ _Storages = dict[int, tuple[StorageWeakRef, int]]
 class Kind(enum.Enum):
     """Kinds of memory allocated in a layer's forward."""
 
-    ROWS = "rows of experts: x, routing weights, gate_up, act and their results"
+    ROWS = "rows of experts: x, routing weights, gate_up and their results"
     WIRE = "other floating-point values of dispatch and combine: rows to send, received rows, rows to sum"
     INDEX = "integers: orders of rows, counts"
 

@@ -15,7 +15,7 @@ pages       --moe-paged-stash-buffer-size-factor-cuda required to store every te
 -m          the multiple of the measured requirement, given as a negative factor, with which the later steps would have
             had all pages: fresh, in a run that measured its first step, and resumed from a checkpoint of step 50
 
-Second table: percentages of all acts and of all gate_ups that are recomputed, by the device's factor.
+Second table: percentages of all gate_ups that are recomputed, by the device's factor.
 """
 
 import argparse
@@ -195,10 +195,9 @@ def check_simulation(logged: Mapping[str, Series], simulated: Walk) -> None:
 
     logged: the run's series by name.
     """
-    for name, counter in (("dropped_act", Counter.DROPPED_ACT), ("dropped_gate_up", Counter.DROPPED_GATE_UP)):
-        counted = sum(stage.counters[counter].sum(axis=1) for stage in simulated.stages)
-        in_run = logged[f"stash/rungs/{name}"].values
-        assert (counted == in_run).all(), f"{name}: {counted.tolist()} simulated, {in_run.tolist()} in the run"
+    counted = sum(stage.counters[Counter.DROPPED_GATE_UP].sum(axis=1) for stage in simulated.stages)
+    in_run = logged["stash/rungs/dropped_gate_up"].values
+    assert (counted == in_run).all(), f"dropped_gate_up: {counted.tolist()} simulated, {in_run.tolist()} in the run"
 
 
 def figures_of(run: PlannedRun, spans: Sequence[RoutingSpan]) -> dict[str, Any]:
@@ -237,22 +236,18 @@ def num_groups(run: PlannedRun) -> int:
 
 
 def recomputed_shares(simulated: Walk, *, groups: int) -> dict[str, dict[str, float]]:
-    """Returns the fractions of recomputed acts and gate_ups on the worst rank, and of steps with any.
+    """Returns the fraction of recomputed gate_ups on the worst rank, and the fraction of steps with any.
 
     groups: expert groups that a rank stashes in a step. Also counts attempts that overflowed.
     """
     (stage,) = simulated.stages
-    acts, gate_ups = (
-        stage.counters[counter].max(axis=1) / groups for counter in (Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP)
-    )
+    gate_ups = stage.counters[Counter.DROPPED_GATE_UP].max(axis=1) / groups
     found = {}
     for part, (first, last) in PARTS.items():
         here = slice(first - 1, last)
-        if len(acts[here]):
+        if len(gate_ups[here]):
             found[part] = {
-                "act": float(acts[here].mean()),
                 "gate_up": float(gate_ups[here].mean()),
-                "steps_with_act": float((acts[here] > 0).mean()),
                 "steps_with_gate_up": float((gate_ups[here] > 0).mean()),
                 "overflows": int(simulated.discards[here].sum()),
             }
@@ -294,12 +289,11 @@ def print_tables(shapes: dict[str, Any]) -> None:
         cells += [found["learned"].get(kind) for kind in ("fresh", "resumed")]
         texts = ["" if cell is None else " / ".join(f"{number:.2f}" for number in cell.values()) for cell in cells]
         print(f"{name:38}" + "".join(f"{text:>20}" for text in texts))
-    for what in ("act", "gate_up"):
-        print(f"\n{what + ' recomputed, %':38}" + "".join(f"{factor:>15g}" for factor in FACTORS))
-        for name, found in rows.items():
-            shares = [found["recomputed"][f"{factor:g}"].values() for factor in FACTORS]
-            texts = [" / ".join(f"{100 * part[what]:.0f}" for part in by_part) for by_part in shares]
-            print(f"{name:38}" + "".join(f"{text:>15}" for text in texts))
+    print(f"\n{'gate_up recomputed, %':38}" + "".join(f"{factor:>15g}" for factor in FACTORS))
+    for name, found in rows.items():
+        shares = [found["recomputed"][f"{factor:g}"].values() for factor in FACTORS]
+        texts = [" / ".join(f"{100 * part['gate_up']:.0f}" for part in by_part) for by_part in shares]
+        print(f"{name:38}" + "".join(f"{text:>15}" for text in texts))
 
 
 def parse_options() -> argparse.Namespace:

@@ -12,7 +12,7 @@ static    buffers of c times the balanced number of rows; no c below `needs`, wh
 stash     static, and pages for the peak requirement of steps so far plus 10 %
 rungs     static, and half of the pages of that peak: tensors without pages are recomputed
 
-*held*, MiB: x, routing weights, gate_up and act of all passes whose backward has not run yet, at the moment between
+*held*, MiB: x, routing weights and gate_up of all passes whose backward has not run yet, at the moment between
 two forwards of expert layers when they are largest: buffers, allocated pages, and buffers of restored rows. Additional
 memory of a forward in progress and gradients are not counted. *live*: rows in the pages. *arena*: the pool's pages.
 *sets*: buffers outside of pages, in units of the largest group's buffers; the law allows 1 + prefetch. Reported
@@ -204,8 +204,8 @@ class RankFigures:
         """Raises AssertionError if more memory is in use than rows, page tails and working sets account for."""
         peaks, held = self.peaks, self.peaks.held
         assert peaks.excess_pages <= 0, f"{peaks.excess_pages} pages more than live rows fill plus one per tensor"
-        # Buffers of restored rows of x, weights, gate_up and act are rounded up to 64 bytes.
-        outside, allowed = held.rows + held.restored, (1 + PREFETCH) * (peaks.working_set + 4 * RESTORE_ALIGNMENT)
+        # Buffers of restored rows of x, weights and gate_up are rounded up to 64 bytes.
+        outside, allowed = held.rows + held.restored, (1 + PREFETCH) * (peaks.working_set + 3 * RESTORE_ALIGNMENT)
         assert self.arena_bytes == 0 or outside <= allowed, f"{outside} bytes outside of pages, {allowed} allowed"
         assert held.pages <= self.arena_bytes, f"{held.pages} bytes of pages in a pool of {self.arena_bytes}"
 
@@ -241,7 +241,7 @@ def figures_of(run: TrainingRun, peaks: Peaks, *, rss: int) -> RankFigures:
     step = None if run.expert_memory is None else run.expert_memory.last_step
     if step is None or step.layout is None:
         return RankFigures(peaks, arena_bytes=0, dropped=0, voids=0, rss_bytes=rss)
-    dropped = step.counters[Counter.DROPPED_GATE_UP] + step.counters[Counter.DROPPED_ACT]
+    dropped = step.counters[Counter.DROPPED_GATE_UP]
     arena = step.layout.device_pages * step.layout.page_bytes
     return RankFigures(peaks, arena_bytes=arena, dropped=dropped, voids=step.num_discards, rss_bytes=rss)
 

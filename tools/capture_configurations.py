@@ -59,7 +59,7 @@ DROPOUT: Flags = {"hidden-dropout": 0.1, "attention-dropout": 0.1}
 EVERY_LAYER: Flags = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
 PARTS: Flags = {
     "recompute-granularity": "selective",
-    "recompute-modules": ["core_attn", "layernorm", "moe_act", "shared_experts"],
+    "recompute-modules": ["core_attn", "layernorm", "shared_experts"],
 }
 PACKED: Flags = {
     "reset-position-ids": True,

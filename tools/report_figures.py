@@ -191,7 +191,6 @@ FIGURES = (
         *("rungs", "Expert memory", "Recompute levels reached", "count per step"),
         (
             ("stash/rungs/spilled_pages", "pages spilled to the host"),
-            ("stash/rungs/dropped_act", "act recomputed"),
             ("stash/rungs/dropped_gate_up", "gate_up recomputed"),
             ("stash/rungs/void_steps", "steps discarded and retried"),
         ),

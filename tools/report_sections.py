@@ -264,7 +264,6 @@ def _levels_line(run: RunLog) -> str | None:
     """Describes how often steps reached each recompute level, or returns None if the log contains no counts."""
     words = {
         "spilled_pages": "pages spilled to the host",
-        "dropped_act": "act recomputed",
         "dropped_gate_up": "gate_up recomputed",
         "void_steps": "steps discarded and retried",
     }

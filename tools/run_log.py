@@ -35,7 +35,7 @@ MAX_BINS = 128
 # Bytes before the read position that a follower compares. A difference means that the file was replaced.
 TAIL_BYTES = 256
 # Counters of the recompute levels that steps reached, from mild to severe.
-LEVEL_COUNTERS = ("spilled_pages", "dropped_act", "dropped_gate_up", "void_steps")
+LEVEL_COUNTERS = ("spilled_pages", "dropped_gate_up", "void_steps")
 # Megatron-LM's console log: the line of a step, the line of an evaluation, and fields with a different name or unit.
 STEP_LINE = re.compile(r"iteration +(\d+)/ *\d+ *\|(.*)")
 EVALUATION_LINE = re.compile(r"(validation|test) loss at iteration (\d+).*?lm loss value: +(\S+)")

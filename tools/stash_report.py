@@ -21,7 +21,6 @@ _TEMPLATE = Path(__file__).with_name("stash_report.html.jinja")
 HEADINGS = {
     StepLevel.DEVICE: "device",
     StepLevel.HOST: "spills",
-    StepLevel.ACT: "act recomputed",
     StepLevel.GATE_UP: "gate_up recomputed",
     StepLevel.NO_PAGES: "discarded: pages",
     StepLevel.OVER_CAPACITY: "discarded: rows",
@@ -29,7 +28,6 @@ HEADINGS = {
 NAMES = {
     StepLevel.DEVICE: "every page on the device",
     StepLevel.HOST: "pages spilled to the host",
-    StepLevel.ACT: "act recomputed",
     StepLevel.GATE_UP: "gate_up recomputed",
     StepLevel.NO_PAGES: "discarded: too few pages",
     StepLevel.OVER_CAPACITY: "discarded: more rows than the buffers hold",
@@ -37,14 +35,12 @@ NAMES = {
 GOALS = {
     StepLevel.DEVICE: "every page on the device",
     StepLevel.HOST: "at most spilled to the host",
-    StepLevel.ACT: "at most act recomputed",
     StepLevel.GATE_UP: "at most gate_up recomputed, none discarded",
 }
 # From green to red. Light and dark alternate, so that color-blind readers can distinguish stacked parts.
 _LEVEL_COLORS = {
     StepLevel.DEVICE: "#2a9d62",
     StepLevel.HOST: "#9ccbe8",
-    StepLevel.ACT: "#edc948",
     StepLevel.GATE_UP: "#e07b1f",
     StepLevel.NO_PAGES: "#a50f15",
     StepLevel.OVER_CAPACITY: "#6f6f78",
@@ -55,7 +51,6 @@ _TIMES = {
     "experts backward": "#4a86c0",
     "to pages and back": "#59a14f",
     "to the host and back": "#b07aa1",
-    "act recomputed": "#edc948",
     "gate_up recomputed": "#e15759",
 }
 
@@ -193,15 +188,13 @@ def _needs_rows(plan: StashPlan, shares: Sequence[float]) -> list[list[str]]:
 
 def _given_lines(plan: StashPlan) -> list[str]:
     walk = plan.given
-    cells = [
-        ["stage", "pages", "peak in use", "pages on the host", "peak in use", "gate_up recomputed", "act recomputed"]
-    ]
+    cells = [["stage", "pages", "peak in use", "pages on the host", "peak in use", "gate_up recomputed"]]
     for number, stage in enumerate(walk.stages):
         if stage.layouts and stage.layouts[-1]:
             cells.append([str(number), *map(str, _stage_numbers(stage))])
     steps = len(walk.levels)
     lines = [f"with these flags: {paste(plan.run.flags)}", *_columns(cells)]
-    lines.append("maxima over ranks; the last two columns are the numbers of tensors in the worst step")
+    lines.append("maxima over ranks; the last column is the number of tensors in the worst step")
     if walk.discards.any():
         grown = f"rows to {walk.capacity_factor:.3g} x"
         for name, factor in (("device", walk.grown.device_factor), ("host", walk.grown.host_factor)):
@@ -273,12 +266,11 @@ def _cost_lines(plan: StashPlan) -> list[str]:
             "backward",
             "stash",
             "spill each way",
-            "act recomputed",
             "gate_up recomputed",
         ]
     ]
     for level, of_stages in plan.costs.items():
-        times = [(one.forward, one.backward, one.stash, one.spill, one.act, one.gate_up) for one in of_stages]
+        times = [(one.forward, one.backward, one.stash, one.spill, one.gate_up) for one in of_stages]
         cells.append([HEADINGS[level], *(f"{1e3 * max(column):.3g}" for column in zip(*times, strict=True))])
     lines += _columns(cells)
     for of_stages in plan.costs.values():
@@ -305,7 +297,6 @@ def _stage_numbers(stage: StageSteps) -> list[int]:
         max(layout.host_pages for layout in layouts),
         int(stage.counters[Counter.HIGH_WATER_HOST].max()),
         int(stage.counters[Counter.DROPPED_GATE_UP].max()),
-        int(stage.counters[Counter.DROPPED_ACT].max()),
     ]
 
 
@@ -394,7 +385,6 @@ def _largest_times(stages: Sequence[StageCosts]) -> dict[str, float]:
         "experts backward": [one.backward for one in stages],
         "to pages and back": [one.stash for one in stages],
         "to the host and back": [2 * one.spill for one in stages],
-        "act recomputed": [one.act for one in stages],
         "gate_up recomputed": [one.gate_up for one in stages],
     }
     return {name: 1e3 * max(values) for name, values in columns.items()}
@@ -446,7 +436,6 @@ def _costs(one: StageCosts) -> dict[str, Any]:
         "backward": one.backward,
         "stash": one.stash,
         "spill": one.spill,
-        "act": one.act,
         "gate_up": one.gate_up,
     }
     return {

@@ -53,9 +53,12 @@ _ZERO_FLAGS = (
 )
 
 _RECOMPUTING = "Korthikanti et al. 2022, table 2"
+_WITHOUT_ACT = ", without the output of GELU"
 # Heads, hidden size and microbatch of the paper's models; sequence 2048, tensor parallel 8.
 _GPTS = {"22B": (64, 6144, 4), "175B": (96, 12288, 1), "530B": (128, 20480, 1), "1T": (160, 25600, 1)}
 _SEQUENCE, _TENSOR = 2048, 8
+# Bytes per element of a layer that saves no attention scores: the paper's 34, without its 8 for the output of GELU.
+_LAYER_BYTES = 34 - 8
 _FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 
 
@@ -106,13 +109,19 @@ def zero_rows() -> Iterator[Row]:
 def activation_rows() -> Iterator[Row]:
     """Yields the activations that a GPT layer saves for backward, in the paper's symbols.
 
-    They are 34 s b h / t with sequence parallelism, and 2 s b h without it under full recomputation.
+    With sequence parallelism the paper counts 34 s b h / t. 8 of them are the output of GELU, which is not saved here.
+    Under full recomputation without sequence parallelism it counts 2 s b h.
     """
     for name, (heads, hidden, batch) in _GPTS.items():
         whole = _SEQUENCE * batch * hidden
-        for how, published, flags in (
-            ("sequence parallel, attention recomputed or fused", 34 * whole / _TENSOR, "--sequence-parallel"),
-            ("all recomputed", 2 * whole, _FULL),
+        for how, source, published, flags in (
+            (
+                "sequence parallel, attention recomputed or fused",
+                _RECOMPUTING + _WITHOUT_ACT,
+                _LAYER_BYTES * whole / _TENSOR,
+                "--sequence-parallel",
+            ),
+            ("all recomputed", _RECOMPUTING, 2 * whole, _FULL),
         ):
             words = _gpt_words(heads, hidden, batch=batch)
             one, two = (
@@ -120,7 +129,7 @@ def activation_rows() -> Iterator[Row]:
                 for n in (1, 2)
             )
             what = f"activations of a layer of GPT {name}, tensor parallel 8, {how}"
-            yield Row(what, _RECOMPUTING, published / 1e6, (two - one) / 1e6, "MB", 1)
+            yield Row(what, source, published / 1e6, (two - one) / 1e6, "MB", 1)
     yield _interleaved_row()
 
 
@@ -142,24 +151,27 @@ def _interleaved_row() -> Row:
         "--sequence-parallel --num-layers 96 --pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 3"
     )
     stage = _plan(f"{_gpt_words(heads, hidden, batch=batch)} {layout}", ranks=8 * _TENSOR).stages[0]
-    published = 34 * _SEQUENCE * batch * hidden / _TENSOR * 96 * (1 + 7 / 24)
+    published = _LAYER_BYTES * _SEQUENCE * batch * hidden / _TENSOR * 96 * (1 + 7 / 24)
     kinds = stage.memory.activations.by_kind
     planned = kinds.total() - kinds["embedding"]
     what = "activations of the first stage of GPT 175B, tensor 8, pipeline 8, virtual 3"
-    return Row(what, "Korthikanti et al. 2022, section 4.2.3", published / 1e9, planned / 1e9, "GB", 2)
+    source = "Korthikanti et al. 2022, section 4.2.3" + _WITHOUT_ACT
+    return Row(what, source, published / 1e9, planned / 1e9, "GB", 2)
 
 
 def expert_rows() -> Iterator[Row]:
     """Yields the activations of DeepSeek-V3's routed experts.
 
-    Each routed row saves its input, gate and up, and the activation: 2 h + 6 f bytes in bf16.
+    Megatron-Core's paged stash stores the input of each routed row, gate and up, and the output of the activation:
+    2 h + 6 f bytes in bf16. The last, 2 f bytes, is not saved here.
     """
     tokens, experts_of_token, hidden, ffn, layers = 4096, 8, 7168, 2048, 58
     words = f"--model deepseek-v3 --mtp-num-layers 0 --seq-length {tokens} --micro-batch-size 1 --global-batch-size 1"
     kept = _plan(words).stages[0].memory.activations.by_kind[EXPERTS]
-    published = tokens * experts_of_token * (2 * hidden + 6 * ffn) * layers
+    published = tokens * experts_of_token * (2 * hidden + 4 * ffn) * layers
     what = "activations of DeepSeek-V3's experts, 4096 tokens, 58 layers"
-    yield Row(what, "Megatron-Core, tensors in its paged stash", published / 1e9, kept / 1e9, "GB", 2)
+    source = "Megatron-Core, tensors in its paged stash, without the output of the activation"
+    yield Row(what, source, published / 1e9, kept / 1e9, "GB", 2)
 
 
 def table(found: list[Row]) -> str:

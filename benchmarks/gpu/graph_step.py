@@ -170,7 +170,7 @@ def counters_of(run: TrainingRun) -> dict[str, int]:
         return found
     return {
         **found,
-        "recomputed": step.counters[Counter.DROPPED_ACT] + step.counters[Counter.DROPPED_GATE_UP],
+        "recomputed": step.counters[Counter.DROPPED_GATE_UP],
         "host_pages": step.counters[Counter.SPILLED_PAGES],
         "discarded": step.num_discards,
     }

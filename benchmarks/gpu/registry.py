@@ -202,7 +202,7 @@ CHECKS = (
         "full_graph",
         "B",
         "replays of the full-iteration graph are bitwise equal to eager steps: with a stash, with pages on the "
-        "host, and with tensors of both recompute levels recomputed",
+        "host, and with gate_up recomputed",
         _check("full_graph", "--steps", "6"),
         45,
         expected=28,

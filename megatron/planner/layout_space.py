@@ -384,7 +384,6 @@ def recompute_modules(config: TransformerConfig) -> dict[Recompute, tuple[str, .
     has_dense = any(not kind.has_experts for kind in layer_kinds(config))
     cheap = {
         "layernorm": True,
-        "moe_act": config.num_moe_experts is not None and config.moe_grouped_gemm,
         "mla_up_proj": config.multi_latent_attention,
     }
     whole = {"mlp": has_dense, "moe": config.num_moe_experts is not None}

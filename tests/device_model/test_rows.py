@@ -40,12 +40,12 @@ USUAL = [
 # Events that must occur in a row, or the row would not test them: spilled pages, recomputed tensors, retried steps.
 EVENTS = {
     "stash: spills to the host": {"spilled_pages"},
-    "stash: recomputes down to inputs": {"dropped_act", "dropped_gate_up"},
+    "stash: recomputes down to inputs": {"dropped_gate_up"},
     "stash: overflow of inputs and retry": {"void_steps"},
     "stash: rerun with more pages": {"void_steps"},
-    "step graph: few pages": {"spilled_pages", "dropped_act", "dropped_gate_up"},
+    "step graph: few pages": {"spilled_pages", "dropped_gate_up"},
     "step graph: overflow and retry": {"void_steps"},
-    "layer graphs: pages": {"spilled_pages", "dropped_act", "dropped_gate_up"},
+    "layer graphs: pages": {"spilled_pages", "dropped_gate_up"},
 }
 # How often the host waits for the device in a step, by function. Each wait leaves a GPU idle.
 _OF_EVERY_STEP = {"StatisticsExchange._sum_sync": 2, "GradChecks.non_finite_sync": 1}

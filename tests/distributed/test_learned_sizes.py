@@ -1,6 +1,8 @@
 """A resumed run starts with the buffer sizes that the saved run grew to: equal in the same layout, else replanned."""
 
+import json
 from dataclasses import dataclass
+from functools import partial
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -10,11 +12,13 @@ import pytest
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash import PoolLayout
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
+from megatron.training.checkpointing.folder import iteration_folder
 from megatron.training.run import TrainingRun
 from megatron.training.training import run_step
 from tests.distributed.stash_runs import stash
 from tests.distributed.tiny_runs import comparable, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
+from tests.fuzz.checkpoint_damage import vouch
 from tests.harness import run_on_ranks
 
 RANKS, SAVED_AT, STEPS = 2, 2, 4
@@ -107,3 +111,23 @@ def test_b19_a_resumed_run_has_the_sizes_of_the_one_that_never_stopped(tmp_path:
         assert moved.begun.layout == PoolLayout(1024, ceil(learned.device_factor * moved.begun.balanced - 1e-6))
         for one, other in zip(moved.reports, whole.reports[SAVED_AT:]):
             assert one["losses"]["lm loss"] == pytest.approx(other["losses"]["lm loss"], rel=1e-3)
+
+
+def _forget_row_bytes(folder: Path) -> None:
+    """Rewrites learned sizes as saved by a run whose pages held other tensors per row and which did not record that."""
+    saved = iteration_folder(folder, SAVED_AT)
+    values = json.loads((saved / "common.json").read_text())
+    assert values["train_state"]["learned_sizes"].pop("row_bytes") > 0
+    (saved / "common.json").write_text(json.dumps(values))
+    vouch(saved)
+
+
+@pytest.mark.slow
+def test_pools_learned_for_other_rows_start_small_again_and_results_stay(tmp_path: Path) -> None:
+    wholes = run_on_ranks(partial(_train, {"save": str(tmp_path)}, SAVED_AT + 1, save_after=SAVED_AT), RANKS)
+    _forget_row_bytes(tmp_path)
+    for whole, resumed in zip(wholes, run_on_ranks(_train, RANKS, {"load": str(tmp_path)}, 1), strict=True):
+        assert resumed.begun.layout == whole.begun.layout != whole.ended.layout
+        assert resumed.begun.factor == whole.ended.factor and sum(resumed.reruns) > 0
+        assert resumed.begun.learned.rows_share.keys() == {1, 2, 3, 4}
+        assert resumed.reports == whole.reports[SAVED_AT:]

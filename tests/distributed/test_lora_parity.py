@@ -32,12 +32,7 @@ LATENT: dict[str, tuple[Flags, list[Flags]]] = {
 }
 GROUPED: dict[str, Flags] = {
     "tp2, sp": {**layout(2, etp=1), "expert-tensor-parallel-size": 1},
-    "ep2, act again": {
-        **layout(ep=2),
-        "moe-token-dispatcher-type": "alltoall",
-        "recompute-granularity": "selective",
-        "recompute-modules": ["moe_act"],
-    },
+    "ep2": {**layout(ep=2), "moe-token-dispatcher-type": "alltoall"},
     # Few enough pages that gate_up must be recomputed.
     "ep2, stash": {**layout(ep=2), **stash(0.3), "moe-expert-rank-capacity-factor": 8},
 }

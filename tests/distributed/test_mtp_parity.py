@@ -30,10 +30,7 @@ LAYOUTS: dict[str, tuple[int, Flags]] = {
     "tp2 x ep2, pp2": (4, layout(2, pp=2, ep=2)),
     "cp2 x ep2": (4, layout(cp=2, ep=2, moe_token_dispatcher_type="alltoall")),
     "dp2, recomputed": (2, layout(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)),
-    "parts recomputed": (
-        1,
-        layout(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm", "moe_act"]),
-    ),
+    "parts recomputed": (1, layout(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm"])),
 }
 
 

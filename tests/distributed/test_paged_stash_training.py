@@ -42,14 +42,13 @@ ONE_LAYER_A_CHUNK = ("pp 2, vpp 2", "pp 4", "pp 2, vpp 2, ep 2")
 RECOMPUTE: dict[str, Flags] = {
     "none": {},
     "core_attn": {"recompute-granularity": "selective", "recompute-modules": ["core_attn"]},
-    "moe_act": {"recompute-granularity": "selective", "recompute-modules": ["moe_act"]},
     "full": {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": 1},
 }
-# With balanced routing, x and its routing weights use a quarter of the balanced pages, gate_up half of them.
+# With balanced routing, x and its routing weights use a third of the balanced pages, gate_up two thirds.
 POOLS: dict[str, Flags] = {
     "large": stash(8),
-    "without act": stash(0.8),
-    "without gate_up": stash(0.45),
+    "without some gate_up": stash(0.8),
+    "without most gate_up": stash(0.45),
     "without x": stash(0.05),
     "host alone": stash(0, 8),
     "spill": stash(0.4, 8),
@@ -61,7 +60,7 @@ POOLS: dict[str, Flags] = {
 # Names of the pools in which each effect must occur.
 EFFECTS = {
     "voids": {"without x", "over budget"},
-    "dropped": {"without act", "without gate_up", "spill and recompute"},
+    "dropped": {"without some gate_up", "without most gate_up", "spill and recompute"},
     "spilled": {"host alone", "spill", "spill and recompute"},
 }
 AROUND: dict[str, Flags] = {

@@ -51,7 +51,6 @@ PER_CALL = 25  # numbers that run in the same processes
 RECOMPUTE: Sequence[Flags] = [
     {},
     {},
-    {"recompute-granularity": "selective", "recompute-modules": ["moe_act"]},
     {"recompute-granularity": "selective", "recompute-modules": ["core_attn"]},
     {"recompute-granularity": "full", "recompute-method": "block", "recompute-num-layers": 1},
 ]

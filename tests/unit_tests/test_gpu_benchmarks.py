@@ -276,7 +276,7 @@ def test_the_work_of_kernels_is_that_of_the_operators_of_a_step() -> None:
     assert work["sum_kernel"].num_bytes == pytest.approx(num_bytes["sum_rows"], rel=0.01)
     assert work["act_kernel"].num_bytes == pytest.approx(num_bytes["gated_activation"], rel=0.01)
     assert work["act_gradient_kernel"].num_bytes == pytest.approx(num_bytes["gated_activation_backward"], rel=0.01)
-    copied = live * ((shape.hidden + 3 * shape.ffn) * element + 4)
+    copied = live * ((shape.hidden + 2 * shape.ffn) * element + 4)
     assert counts["stash"] == counts["restore"] == (shape.layers - 1) * shape.microbatches
     assert work["copy_kernel"].num_bytes == 2 * 2 * copied * counts["stash"]
 

@@ -60,9 +60,8 @@ def test_factors_are_those_of_the_worst_rank_by_part_of_the_run(tmp_path: Path) 
             pytest.approx(dict.fromkeys(("median", "p99", "most"), factor), abs=0.03) for factor in (2.0, 1.5, 1.0)
         ]
     everything, little = found["recomputed"]["2"], found["recomputed"]["0.9"]
-    assert all(part["act"] == part["steps_with_act"] == 0 for part in everything.values())
-    assert little["1-10"]["gate_up"] > 0 and little["1-10"]["steps_with_gate_up"] == 1
-    assert little["1-10"]["act"] == 1 and 0 < little["later"]["act"] < 1
+    assert all(part["gate_up"] == part["steps_with_gate_up"] == 0 for part in everything.values())
+    assert little["1-10"]["steps_with_gate_up"] == 1 and little["1-10"]["gate_up"] > little["later"]["gate_up"] > 0
 
 
 def test_learned_multiples_are_over_the_first_step_or_all_before_a_checkpoint(tmp_path: Path) -> None:
@@ -76,17 +75,15 @@ def test_learned_multiples_are_over_the_first_step_or_all_before_a_checkpoint(tm
 def test_a_simulation_that_counts_otherwise_than_the_run_is_an_error(tmp_path: Path) -> None:
     run, spans = small_run(tmp_path, [ALL_ON_ONE, BALANCED])
     simulated = walk(run, run.flags, spans=spans, grows=True)
-    dropped = {
-        name: sum(stage.counters[counter].sum(axis=1) for stage in simulated.stages)
-        for name, counter in (("dropped_act", Counter.DROPPED_ACT), ("dropped_gate_up", Counter.DROPPED_GATE_UP))
-    }
-    assert dropped["dropped_act"][0] > 0
+    dropped = sum(stage.counters[Counter.DROPPED_GATE_UP].sum(axis=1) for stage in simulated.stages)
+    assert dropped[0] > 0
 
-    logged = {f"stash/rungs/{name}": Series(np.array([1, 2]), counts) for name, counts in dropped.items()}
-    check_simulation(logged, simulated)
-    logged["stash/rungs/dropped_act"] = Series(np.array([1, 2]), dropped["dropped_act"] + 1)
-    with pytest.raises(AssertionError, match="dropped_act: .* simulated, .* in the run"):
-        check_simulation(logged, simulated)
+    def logged(counts: np.ndarray) -> dict[str, Series]:
+        return {"stash/rungs/dropped_gate_up": Series(np.array([1, 2]), counts)}
+
+    check_simulation(logged(dropped), simulated)
+    with pytest.raises(AssertionError, match="dropped_gate_up: .* simulated, .* in the run"):
+        check_simulation(logged(dropped + 1), simulated)
 
 
 def test_parts_without_steps_are_left_out() -> None:

@@ -194,7 +194,7 @@ SMALL_PAGES += " --moe-paged-stash-page-size 2"
 DEVICE, HOST = "--moe-paged-stash-buffer-size-factor-cuda", "--moe-paged-stash-buffer-size-factor-cpu"
 RERUN = "--moe-paged-stash-overflow-policy rerun"
 ROUTER = f"{SIGMOID} --moe-input-jitter-eps 0.1"
-EXPERT_PARTS = "--recompute-granularity selective --recompute-modules core_attn moe_act layernorm"
+EXPERT_PARTS = "--recompute-granularity selective --recompute-modules core_attn layernorm"
 
 STASHES = (
     Case("static: allgather", f"{STATIC} {EP} --moe-expert-rank-capacity-factor 4", ranks=2),

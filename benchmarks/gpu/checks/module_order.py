@@ -24,7 +24,7 @@ PARTS = {
     "dense": ("attn mlp", 16, Case("dense", {**HALF_OF_PARTS, **DROPOUT})),
     "experts": ("attn moe", 32, Case("moe", {**EXPERTS, **ROUTER})),
     "stash": ("moe", 16, Case("moe", {**EXPERTS, **ROUTER, **stash(1.5), "moe-paged-stash-prefetch-layers": 0})),
-    "stash, host pages, both recompute levels": (
+    "stash, host pages, recomputed gate_up": (
         "experts",
         16,
         Case("moe", {**EXPERTS, **stash(0.3, 0.4), "moe-paged-stash-prefetch-layers": 0}),

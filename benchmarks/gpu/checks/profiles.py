@@ -51,7 +51,7 @@ def work_of_kernels(shape: Shape, side: Side) -> dict[str, Work]:
         "sum_kernel": Work(rows * (2 * hidden * element + number) + tokens * 2 * hidden * element
                            + tokens * shape.topk * 4 * number),
         "act_kernel": Work(rows * (3 * ffn * element + number)),
-        "act_gradient_kernel": Work(rows * (5 * ffn * element + 2 * number)),
+        "act_gradient_kernel": Work(rows * (6 * ffn * element + 2 * number)),  # writes act as well
         "weight_grad_kernel": Work(rows * (2 * hidden + 3 * ffn) * element + 3 * weights * 2 * number,
                                    6.0 * rows * hidden * ffn),
     }  # fmt: skip
@@ -60,8 +60,8 @@ def work_of_kernels(shape: Shape, side: Side) -> dict[str, Work]:
         # Of the GEMMs, only the one that a stash may recompute; see [Note: choice of kernel] in grouped_gemm.py.
         product = rows * (hidden + 2 * ffn) * element + 2 * weights * element
         work["grouped_gemm_kernel"] = Work(passes * product, passes * 4.0 * rows * hidden * ffn)
-        # x, gate_up, act and the rows' weights. The last layer's rows are used before they would be stashed.
-        copied = rows * ((hidden + 3 * ffn) * element + number)
+        # x, gate_up and the rows' weights. The last layer's rows are used before they would be stashed.
+        copied = rows * ((hidden + 2 * ffn) * element + number)
         work["copy_kernel"] = Work(4.0 * copied * (shape.layers - 1) * shape.microbatches)
     return work
 

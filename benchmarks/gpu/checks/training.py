@@ -52,7 +52,7 @@ class StashCounts(Callback):
         step = None if memory is None else memory.last_step
         if step is None or step.layout is None:
             return
-        for counter in (Counter.PLANNED_PAGES, Counter.SPILLED_PAGES, Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP):
+        for counter in (Counter.PLANNED_PAGES, Counter.SPILLED_PAGES, Counter.DROPPED_GATE_UP):
             name = counter.name.lower()
             self.total[name] = self.total.get(name, 0) + int(step.counters[counter])
 

@@ -2,7 +2,9 @@
 
 GatedActivation is the activation of a layer. `activate` is the fused autograd function that layers and experts share,
 with operators, whose CPU versions are at the end of this file. The GPU kernels are in triton_activations.py. A fused
-activation saves only its input and the scale for backward. Half precision is computed in fp32 and rounded once.
+activation saves only its input and the scale for backward. Its result is not saved either where a linear function
+follows (activated_product.py): activation_gradients computes it again. Half precision is computed in fp32 and rounded
+once.
 
 [Note: choice of implementation] Activations with a name (megatron/core/activations.py) have kernels for fp32, bf16 and
 fp16. A layer calls them on a GPU. Elsewhere SwiGLU and quick GeGLU are the same autograd function over torch's
@@ -118,13 +120,25 @@ class GatedActivation:
                 return ActivationForm(name, self.clamp, self.offset)
         return None
 
-    def __call__(self, x: Tensor, scale: Tensor | None) -> Tensor:
+    def fused_form(self, x: Tensor, num_rows: Tensor | None = None) -> ActivationForm | None:
+        """Returns the form if a fused function computes the activation of x; None if autograd differentiates it.
+
+        x: [*, 2F] or [*, F], any float dtype. num_rows: as in `activate`. See [Note: choice of implementation].
+        """
+        form = self.form
+        if form is None or (num_rows is None and form.gain is None and not has_kernel(x)):
+            return None
+        return form
+
+    def __call__(self, x: Tensor, scale: Tensor | None, num_rows: Tensor | None = None) -> Tensor:
         """Computes the activation; x: [*, 2F], gate before up, or [*, F]; scale: [*], fp32 or x's dtype, or None.
 
-        x has any float dtype. Returns [*, F], x's dtype.
+        x has any float dtype. num_rows: as in `activate`; requires an activation with a name. Returns [*, F], x's
+        dtype.
         """
-        if self.form is not None and (has_kernel(x) or self.form.gain is not None):
-            return activate(x, scale, form=self.form)
+        form = self.fused_form(x, num_rows)
+        if form is not None:
+            return activate(x, scale, form=form, num_rows=num_rows)
         if self.is_gated:
             gate, up = limited(*x.chunk(2, dim=-1), clamp=self.clamp, offset=self.offset)
             act = self.function(gate) * up
@@ -153,13 +167,6 @@ def activate(gate_up: Tensor, scale: Tensor | None, *, form: ActivationForm, num
     dtype; other rows are undefined. Saves gate_up and scale for backward. Raises ValueError for a scale of another
     shape, and for a gated activation of an odd width.
     """
-    if scale is not None and scale.shape != gate_up.shape[:-1]:
-        raise ValueError(
-            f"scale has shape {tuple(scale.shape)}: must be {tuple(gate_up.shape[:-1])}, one number for each row of "
-            "the activation's input"
-        )
-    if form.activation.is_gated and gate_up.shape[-1] % 2:
-        raise ValueError(f"the activation's input has a width of {gate_up.shape[-1]}: must be even, gate before up")
     act: Tensor = _GatedActivation.apply(gate_up, scale, num_rows, form)
     return act
 
@@ -179,50 +186,103 @@ class _GatedActivation(PlainFunction):
     ) -> Tensor:
         ctx.save_for_backward(gate_up, scale, num_rows)
         ctx.form = form
-        rows, weights = _as_rows(gate_up), _as_numbers(scale)
-        out = rows.new_empty(rows.shape[0], form.width(rows))
-        if num_rows is not None or has_kernel(rows):
-            ops.gated_activation(rows, weights, num_rows=num_rows, out=out, **form.arguments)
-        else:
-            act_rows(rows, weights, rows=rows.shape[0], out=out, form=form)
-        return out if rows is gate_up else out.view(*gate_up.shape[:-1], out.shape[1])
+        return activate_plainly(gate_up, scale, form=form, num_rows=num_rows)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
         gate_up, scale, num_rows = ctx.saved_tensors
-        form: ActivationForm = ctx.form
-        rows, weights = _as_rows(gate_up), _as_numbers(scale)
-        grad_rows = torch.empty_like(rows)
-        grad_weights = torch.empty_like(weights) if weights is not None and ctx.needs_input_grad[1] else None
-        if rows is not gate_up:
-            grad = grad.reshape(rows.shape[0], grad.shape[-1])
-        if num_rows is not None or has_kernel(rows):
-            ops.gated_activation_backward(
-                grad,
-                rows,
-                scale=weights,
-                num_rows=num_rows,
-                grad_gate_up=grad_rows,
-                grad_scale=grad_weights,
-                **form.arguments,
-            )
-        else:
-            act_gradient_rows(
-                grad,
-                rows,
-                scale=weights,
-                rows=rows.shape[0],
-                grad_gate_up=grad_rows,
-                grad_scale=grad_weights,
-                form=form,
-                order=Order.SCALE_LAST,
-            )
-        if rows is not gate_up:
-            grad_rows = grad_rows.view(gate_up.shape)
-        if grad_weights is not None and weights is not scale:
-            grad_weights = grad_weights.view(scale.shape)
-        return grad_rows, grad_weights, None, None
+        gradients = activation_gradients(
+            grad, gate_up, scale=scale, num_rows=num_rows, form=ctx.form, needs_scale=ctx.needs_input_grad[1]
+        )
+        return gradients.gate_up, gradients.scale, None, None
+
+
+def activate_plainly(
+    gate_up: Tensor, scale: Tensor | None, *, form: ActivationForm, num_rows: Tensor | None = None
+) -> Tensor:
+    """Computes the same as `activate`, but records nothing for backward.
+
+    gate_up: [*, 2F] or [*, F], any float dtype; the other arguments, the result and errors are those of `activate`.
+    """
+    if scale is not None and scale.shape != gate_up.shape[:-1]:
+        raise ValueError(
+            f"scale has shape {tuple(scale.shape)}: must be {tuple(gate_up.shape[:-1])}, one number for each row of "
+            "the activation's input"
+        )
+    if form.activation.is_gated and gate_up.shape[-1] % 2:
+        raise ValueError(f"the activation's input has a width of {gate_up.shape[-1]}: must be even, gate before up")
+    rows, weights = _as_rows(gate_up), _as_numbers(scale)
+    out = rows.new_empty(rows.shape[0], form.width(rows))
+    if num_rows is not None or has_kernel(rows):
+        ops.gated_activation(rows, weights, num_rows=num_rows, out=out, **form.arguments)
+    else:
+        act_rows(rows, weights, rows=rows.shape[0], out=out, form=form)
+    return out if rows is gate_up else out.view(*gate_up.shape[:-1], out.shape[1])
+
+
+@dataclass(frozen=True)
+class ActivationGradients:
+    """Gradients of an activation's arguments, in their shapes and dtypes, and act, [*, F], as in the forward.
+
+    scale: None if it was not requested. act: None if it was not requested.
+    """
+
+    gate_up: Tensor
+    scale: Tensor | None
+    act: Tensor | None
+
+
+def activation_gradients(
+    grad: Tensor,
+    gate_up: Tensor,
+    *,
+    scale: Tensor | None,
+    num_rows: Tensor | None,
+    form: ActivationForm,
+    needs_scale: bool,
+    needs_act: bool = False,
+) -> ActivationGradients:
+    """Computes the gradients of `activate`; grad: [*, F], gate_up's dtype; the other arguments as in `activate`.
+
+    needs_scale: whether to compute the gradient of scale. needs_act: whether to compute act again, bit-identical.
+    Records nothing for a second derivative.
+    """
+    rows, weights = _as_rows(gate_up), _as_numbers(scale)
+    grad_rows = torch.empty_like(rows)
+    grad_weights = torch.empty_like(weights) if weights is not None and needs_scale else None
+    act = rows.new_empty(rows.shape[0], form.width(rows)) if needs_act else None
+    if rows is not gate_up:
+        grad = grad.reshape(rows.shape[0], grad.shape[-1])
+    if num_rows is not None or has_kernel(rows):
+        ops.gated_activation_backward(
+            grad,
+            rows,
+            scale=weights,
+            num_rows=num_rows,
+            grad_gate_up=grad_rows,
+            grad_scale=grad_weights,
+            act=act,
+            **form.arguments,
+        )
+    else:
+        act_gradient_rows(
+            grad,
+            rows,
+            scale=weights,
+            rows=rows.shape[0],
+            grad_gate_up=grad_rows,
+            grad_scale=grad_weights,
+            act=act,
+            form=form,
+            order=Order.SCALE_LAST,
+        )
+    if rows is not gate_up:
+        grad_rows = grad_rows.view(gate_up.shape)
+        act = None if act is None else act.view(*gate_up.shape[:-1], act.shape[1])
+    if grad_weights is not None and scale is not None and weights is not scale:
+        grad_weights = grad_weights.view(scale.shape)
+    return ActivationGradients(grad_rows, grad_weights, act)
 
 
 def _as_rows(x: Tensor) -> Tensor:
@@ -284,7 +344,7 @@ def _gated_activation(
 @_operator(
     "gated_activation_backward",
     "Tensor grad, Tensor gate_up, *, Tensor? scale, Tensor? num_rows, "
-    f"Tensor(a!) grad_gate_up, Tensor(b!)? grad_scale, {_FORM}",
+    f"Tensor(a!) grad_gate_up, Tensor(b!)? grad_scale, Tensor(c!)? act=None, {_FORM}",
 )
 def _gated_activation_backward(
     grad: Tensor,
@@ -294,13 +354,14 @@ def _gated_activation_backward(
     num_rows: Tensor | None,
     grad_gate_up: Tensor,
     grad_scale: Tensor | None,
+    act: Tensor | None = None,
     activation: str,
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> None:
-    """Writes the gradients of gate_up and scale, in the shapes and dtypes of gate_up and scale.
+    """Writes the gradients of gate_up and scale, in the shapes and dtypes of gate_up and scale, and act.
 
-    grad: [C, F], any strides, gate_up's dtype. num_rows: as in gated_activation.
+    grad: [C, F], any strides, gate_up's dtype; act: [C, F], same dtype, or None. num_rows: as in gated_activation.
     """
     act_gradient_rows(
         grad,
@@ -309,6 +370,7 @@ def _gated_activation_backward(
         rows=_live_rows_sync(num_rows, grad),
         grad_gate_up=grad_gate_up,
         grad_scale=grad_scale,
+        act=act,
         form=form_of(activation, clamp, offset),
         order=Order.SCALE_LAST if num_rows is None else Order.SCALE_FIRST,
     )
@@ -353,16 +415,23 @@ def act_gradient_rows(
     rows: int,
     grad_gate_up: Tensor,
     grad_scale: Tensor | None,
+    act: Tensor | None = None,
     form: ActivationForm,
     order: Order,
 ) -> None:
-    """Writes the gradients of the first `rows` rows and leaves all other rows unchanged.
+    """Writes the gradients of the first `rows` rows, and act, and leaves all other rows unchanged.
 
-    grad: [C, F], gate_up's dtype; grad_gate_up, grad_scale: shapes and dtypes of gate_up and scale; the other arguments
-    as in act_rows. order: activations without a gain have only SCALE_FIRST.
+    grad: [C, F], gate_up's dtype; grad_gate_up, grad_scale: shapes and dtypes of gate_up and scale; act: [C, F],
+    gate_up's dtype, or None; the other arguments as in act_rows. order: activations without a gain have only
+    SCALE_FIRST.
     """
     value_of, slope_of = _FUNCTIONS[form.activation.curve]
     ffn, clamp, gain = form.width(gate_up), form.clamp, form.gain if order is Order.SCALE_LAST else None
+    if act is not None and (gain is not None or clamp is not None):
+        # The values below would have other bits than the forward's: those beside slopes have another formula, and those
+        # of clamped gates another memory layout, on which torch's choice of vector instructions depends.
+        act_rows(gate_up, scale, rows=rows, out=act, form=form)
+        act = None
     for chunk, given_gate, given_up in _chunks(gate_up, rows, form=form):
         gate, up = given_gate, given_up
         if up is not None:
@@ -374,6 +443,13 @@ def act_gradient_rows(
             value = value_of(gate, grad_gate)  # in the memory that the gradient will overwrite
         else:
             value = _value_beside_slope(gate, gain=gain, slope=grad_gate)
+        if act is not None:
+            # The operations of act_rows, on the same value.
+            emitted = _destination(act[chunk], gate.dtype)
+            emitted.copy_(value) if up is None else torch.mul(value, up, out=emitted)
+            if scale is not None:
+                emitted.mul_(weight)
+            _write(act[chunk], emitted)
         if up is None or given_up is None:
             if grad_scale is not None:
                 grad_scale[chunk] = (incoming * value).sum(1)

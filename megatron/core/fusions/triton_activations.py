@@ -8,6 +8,11 @@ are live.
 
 Forward and recomputation run the same compiled kernel, so both are bit-identical. In forward the number of rows is
 passed as the flag `needed`.
+
+[Note: emitted act] The gradient kernel can also write act, which the weight gradient of the next layer reads. It must
+have the bits of the forward, whose kernel is compiled separately. A compiler may round differently only where it may
+contract a multiplication and an addition into one instruction. The curves in _EMITTED multiply only, up to the sum in
+the sigmoid, which both kernels take from one library function. For the others act_kernel runs again.
 """
 # mypy: allow-untyped-defs
 
@@ -35,6 +40,8 @@ GELU = tl.constexpr(int(Curve.GELU))
 GELU_TANH = tl.constexpr(int(Curve.GELU_TANH))
 QUICK_GELU = tl.constexpr(int(Curve.QUICK_GELU))
 SQUARED_RELU = tl.constexpr(int(Curve.SQUARED_RELU))
+# Curves whose act the gradient kernel may write. See [Note: emitted act].
+_EMITTED = frozenset({Curve.SILU, Curve.QUICK_GELU, Curve.SQUARED_RELU})
 # Elements of one tile: 32 for each thread of 4 warps, and 8 in the gradient, which requires several registers for each.
 _ACT_ELEMENTS, _GRADIENT_ELEMENTS = 4096, 1024
 _WARPS = {"num_warps": 4}
@@ -89,12 +96,14 @@ def act_gradient_kernel(
     num_rows,
     grad_gate_up,
     grad_scale,
+    act,
     max_rows,
     ffn,
     grad_row,
     grad_column,
     gate_up_pitch,
     grad_gate_up_pitch,
+    act_pitch,
     clamp,
     offset,
     CURVE: tl.constexpr,
@@ -126,7 +135,16 @@ def act_gradient_kernel(
                     product *= up
                 total += tl.sum(product, 1)
             if scale is not None:
-                incoming *= tl.load(scale + rows, mask=is_live, other=0).to(tl.float32)[:, None]
+                factor = tl.load(scale + rows, mask=is_live, other=0).to(tl.float32)[:, None]
+                incoming *= factor
+            if act is not None:
+                emitted = value
+                if IS_GATED:
+                    emitted *= up
+                if scale is not None:
+                    emitted *= factor
+                act_at = act + rows[:, None] * act_pitch + columns[None, :]
+                tl.store(act_at, emitted.to(act.dtype.element_ty), mask=read)
             if IS_GATED:
                 grad_up = _stop_clamped(incoming * value, tl.abs(given_up), clamp)
                 tl.store(grad_gate_at + ffn, grad_up.to(grad_gate_up.dtype.element_ty), mask=read)
@@ -250,18 +268,23 @@ def gated_activation_backward(
     num_rows: Tensor | None,
     grad_gate_up: Tensor,
     grad_scale: Tensor | None,
+    act: Tensor | None = None,
     activation: str,
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> None:
-    """Writes the gradients of gate_up and scale, in the shapes and dtypes of gate_up and scale.
+    """Writes the gradients of gate_up and scale, in the shapes and dtypes of gate_up and scale, and act.
 
-    grad: [C, F], any strides, gate_up's dtype. num_rows: as in gated_activation.
+    grad: [C, F], any strides, gate_up's dtype; act: [C, F], same dtype, or None. num_rows: as in gated_activation.
     """
+    form = (activation, clamp, offset)
+    if act is not None and ACTIVATIONS[activation].curve not in _EMITTED:
+        gated_activation(gate_up, scale, num_rows=num_rows, out=act, activation=activation, clamp=clamp, offset=offset)
+        act = None
     kinds, strides = (gate_up.dtype, grad_gate_up.dtype), (*grad.stride(), *gate_up.stride(), *grad_gate_up.stride())
-    launch, tile_rows = _act_gradient(kinds, grad.shape[1], strides, activation, clamp, offset)
+    launch, tile_rows = _act_gradient(kinds, grad.shape[1], strides, None if act is None else act.stride(), *form)
     max_rows = grad.shape[0]
-    launch(-(-max_rows // tile_rows), (grad, gate_up, scale, num_rows, grad_gate_up, grad_scale), (max_rows,))
+    launch(-(-max_rows // tile_rows), (grad, gate_up, scale, num_rows, grad_gate_up, grad_scale, act), (max_rows,))
 
 
 @functools.lru_cache(MAX_PREPARED)
@@ -287,15 +310,19 @@ def _act(
 
 @functools.lru_cache(MAX_PREPARED)
 def _act_gradient(
-    dtypes: tuple[torch.dtype, ...], ffn: int, strides: tuple[int, ...], *form: Any
+    dtypes: tuple[torch.dtype, ...], ffn: int, strides: tuple[int, ...], act_strides: tuple[int, ...] | None, *form: Any
 ) -> tuple[PreparedLaunch, int]:
-    """Returns a launch of act_gradient_kernel, and the rows of a tile. strides: grad, gate_up, grad_gate_up."""
+    """Returns a launch of act_gradient_kernel, and the rows of a tile.
+
+    strides: grad, gate_up, grad_gate_up. act_strides: None if act is not written.
+    """
     check_dtypes(*dtypes)
     grad_row, grad_column, gate_up_pitch, gate_up_column, grad_gate_up_pitch, grad_gate_up_column = strides
-    check_adjacent_columns(ffn, gate_up_column, grad_gate_up_column)
+    act_pitch, act_column = act_strides or (ffn, 1)
+    check_adjacent_columns(ffn, gate_up_column, grad_gate_up_column, act_column)
     tile = _act_tile(ffn, _GRADIENT_ELEMENTS)
     sizes = {"ffn": ffn, "grad_row": grad_row, "grad_column": grad_column}
-    pitches = {"gate_up_pitch": gate_up_pitch, "grad_gate_up_pitch": grad_gate_up_pitch}
+    pitches = {"gate_up_pitch": gate_up_pitch, "grad_gate_up_pitch": grad_gate_up_pitch, "act_pitch": act_pitch}
     fixed = {**sizes, **pitches, **_form_arguments(*form), **tile}
     per_processor = _GRADIENT_PROGRAMS.at_most_launched
     launch = PreparedLaunch(act_gradient_kernel, fixed, options=_WARPS, per_processor=per_processor)
@@ -352,6 +379,8 @@ def _cases(name: str, curve: Curve, *, num_rows: str | None = "*i64", **form: st
         grad_row=size,
         grad_column=1,
         grad_gate_up_pitch=size,
+        act=data if curve in _EMITTED else None,
+        act_pitch=size,
         **shared,
         **_act_tile(1024, _GRADIENT_ELEMENTS),
     )

@@ -13,16 +13,19 @@ from torch import Tensor, nn
 
 from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
+from megatron.core.fusions.gated_activation import GatedActivation
 from megatron.core.group_collectives import all_gather_rows
 from megatron.core.logical_tensors import LogicalPiece, identity_piece
 from megatron.core.model_parallel_config import ConstantInit, InitMethod, init_of_matrix
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
+from megatron.core.tensor_parallel.activated_product import LinearProduct, activated_products
 from megatron.core.tensor_parallel.copies import CopiedWithGroups
 from megatron.core.tensor_parallel.linear import (
     LinearWithFrozenWeight,
     LinearWithGradAccumulationAndAsyncCommunication,
     autocast_input,
+    is_autocast_on,
     linear_with_frozen_weight,
     linear_with_grad_accumulation_and_async_allreduce,
 )
@@ -42,6 +45,8 @@ from megatron.core.tensor_parallel.param_attributes import (
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.weight_grads import look_up
 from megatron.core.utils import divide
+
+_PRODUCT = LinearProduct()
 
 __all__ = [
     "ColumnParallelLinear",
@@ -301,27 +306,34 @@ class RowParallelLinear(CopiedWithGroups):
         """Returns the sizes of the layer, which repr shows."""
         return _sizes_of(self, has_bias=self.bias is not None)
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, input_: Tensor, *, activation: GatedActivation | None = None, scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         """Computes the linear layer and sums its results over the ranks.
 
-        input_: [*, input_size / ranks], or [*, input_size] unless input_is_parallel, parameter dtype. Returns
-        [*, output_size], or under sequence parallelism [S / ranks, *, output_size], same dtype, and the bias with
-        skip_bias_add, else None. With is_expert, the results are not summed.
+        input_: [*, input_size / ranks], or [*, input_size] unless input_is_parallel, parameter dtype. activation: None,
+        or the layer multiplies activation(input_, scale) instead, which is then not saved for backward; scale: [*] or
+        None. Returns [*, output_size], or under sequence parallelism [S / ranks, *, output_size], same dtype, and the
+        bias with skip_bias_add, else None. With is_expert, the results are not summed.
         """
-        if not self.input_is_parallel:
-            input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
         bias = None if self.skip_bias_add else self.bias
         skipped = self.bias if self.skip_bias_add else None
-        if not self.sums_here:
-            return self._multiply(input_, bias), skipped
-        output = self.reduce(self._multiply(input_, None), self.tp_group)
         # The bias is added after the sum, so that it is added once and not once per rank.
+        added_here = None if self.sums_here else bias
+        if activation is not None and (added_here is not None or not self.input_is_parallel or is_autocast_on(input_)):
+            input_, activation = activation(input_, scale), None
+        if not self.input_is_parallel:
+            input_ = scatter_to_tensor_model_parallel_region(input_, self.tp_group)
+        if activation is None:
+            output = linear_with_grad_accumulation_and_async_allreduce(
+                input_, self.weight, added_here, True, False, False, tp_group=self.tp_group
+            )
+        else:
+            (output,) = activated_products(activation, input_, scale, (self.weight,), product=_PRODUCT)
+        if not self.sums_here:
+            return output, skipped
+        output = self.reduce(output, self.tp_group)
         return output if bias is None else output + autocast_input(bias), skipped
-
-    def _multiply(self, input_: Tensor, bias: Tensor | None) -> Tensor:
-        return linear_with_grad_accumulation_and_async_allreduce(
-            input_, self.weight, bias, True, False, False, tp_group=self.tp_group
-        )
 
 
 class VocabParallelEmbedding(CopiedWithGroups):

@@ -11,6 +11,7 @@ from megatron.core.fusions.gated_activation import GatedActivation, scaled
 from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.tensor_parallel.param_attributes import param_facts, set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import build_module
@@ -131,11 +132,21 @@ class MLP(MegatronModule):
         intermediate, bias = self.linear_fc1(hidden_states)  # [*, F] or, gated, [*, 2F]
         if bias is not None:
             intermediate = intermediate + bias
-        output, output_bias = self.linear_fc2(self.activation(intermediate, per_token_scale))
+        if self._activates_in_fc2:
+            # The activation's result is not saved for backward, see tensor_parallel/activated_product.py.
+            output, output_bias = self.linear_fc2(intermediate, activation=self.activation, scale=per_token_scale)
+        else:
+            output, output_bias = self.linear_fc2(self.activation(intermediate, per_token_scale))
         # The activations were scaled before fc2. The output bias still has to be scaled.
         if output_bias is not None and per_token_scale is not None:
             output_bias = (output_bias * per_token_scale.unsqueeze(-1)).to(output.dtype)
         return output, output_bias
+
+    @property
+    def _activates_in_fc2(self) -> bool:
+        # Other linear layers, such as those with an adapter, multiply their input alone.
+        its_forward = getattr(self.linear_fc2.forward, "__func__", None)
+        return its_forward is RowParallelLinear.forward and self.activation_func is None
 
     def _by_module(self, x: Tensor, scale: Tensor | None) -> Tensor:
         assert self.activation_func is not None

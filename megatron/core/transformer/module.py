@@ -46,7 +46,7 @@ class LayerParts:
 
     attn: the whole attention layer. mla_up_proj: the up projections of latent attention, inside qkv_linear. mlp: the
     whole feed-forward layer, dense or with experts. moe_preprocess: the router and the part of dispatch before rows are
-    sent. moe_router: the router alone, inside moe_preprocess.
+    sent. moe_router: the router alone, inside moe_preprocess. moe_act: the activation of grouped experts, with fc2.
     """
 
     attn_norm: RunAndRelease = run_and_keep
@@ -61,7 +61,7 @@ class LayerParts:
     moe_router: Run = run
     experts: Run = run
     expert_fc1: Run = run
-    moe_act: RunAndRelease = run_and_keep
+    moe_act: Run = run
     shared_experts: Run = run
 
 

@@ -150,8 +150,8 @@ def validate_stash_with_activation_memory(
         )
     if "moe" in recompute_modules:
         raise ValueError(
-            "moe_paged_stash is True and recompute_modules contains moe, which leaves nothing to stash: recompute "
-            "moe_act instead, or disable the stash"
+            "moe_paged_stash is True and recompute_modules contains moe, which leaves nothing to stash: remove moe, or "
+            "disable the stash"
         )
     both = [module for module in offload_modules if module in ("expert_fc1", "moe_act")]
     if both:

@@ -14,8 +14,8 @@ from megatron.core.tensor_parallel.random import CheckpointWithoutOutput, recomp
 from megatron.core.transformer.recompute_config import RecomputeConfig
 
 _OF_DENSE_LAYERS = {"mlp"}
-_OF_EXPERT_LAYERS = {"moe", "moe_act", "shared_experts"}
-_INSIDE_MOE = {"moe_act", "shared_experts"}
+_OF_EXPERT_LAYERS = {"moe", "shared_experts"}
+_INSIDE_MOE = {"shared_experts"}
 # Paths of parts' modules within a layer.
 _PLACES = {"core_attn": "self_attention", "mlp": "mlp", "shared_experts": "mlp.shared_experts"}
 # Python modules whose classes draw no random numbers unless they subclass Drawing.
@@ -49,7 +49,8 @@ def plan_recompute(config: RecomputeConfig, has_experts: Sequence[bool]) -> list
         return [LayerRecompute(segment=index if index < count else None) for index in range(len(has_experts))]
     if config.recompute_granularity is None:
         return [LayerRecompute() for _ in has_experts]
-    chosen = frozenset(config.recompute_modules or ())
+    # Backward computes moe_act, the result of the experts' activation, in any case.
+    chosen = frozenset(config.recompute_modules or ()) - {"moe_act"}
     # Parts of an expert layer that is recomputed as a whole need no separate recompute.
     of_experts = chosen - _OF_DENSE_LAYERS - (_INSIDE_MOE if "moe" in chosen else set())
     return [LayerRecompute(modules=of_experts if experts else chosen - _OF_EXPERT_LAYERS) for experts in has_experts]
@@ -65,8 +66,6 @@ def recomputed_parts(layer: nn.Module, modules: frozenset[str]) -> dict[str, Any
         runners |= {"attn_norm": run_and_recompute, "mlp_norm": run_and_recompute}
     if "mla_up_proj" in modules:
         runners["mla_up_proj"] = run_and_recompute
-    if "moe_act" in modules:
-        runners["moe_act"] = run_and_recompute
     return runners
 
 

@@ -30,7 +30,8 @@ class RecomputeConfig:
     )
     recompute_modules: list[str] | None = config_field(
         None,
-        help="With selective: the parts of a layer to recompute; default: core_attn.",
+        help="With selective: the parts of a layer to recompute; default: core_attn. moe_act is accepted; backward "
+        "always computes it.",
         choices=RECOMPUTE_MODULES,
         nargs="+",
     )

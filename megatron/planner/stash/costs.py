@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron.core.transformer.moe.paged_stash import Counter, Priority
+from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, peak_pages, resident_groups
 from megatron.core.transformer.moe.paged_stash.page_layout import PagesByPriority
 from megatron.core.transformer.moe.paged_stash.sizing import StepNeeds, gain_line, stash_footprint
@@ -23,7 +23,6 @@ from megatron.training.compute.devices import Device
 _WHERE = {
     StepLevel.DEVICE: "with every page on the device",
     StepLevel.HOST: "where pages are spilled to the host",
-    StepLevel.ACT: "where act is recomputed",
     StepLevel.GATE_UP: "where gate_up is recomputed",
 }
 _DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -49,14 +48,9 @@ class ExpertShape:
         return self._fc1_width * self.itemsize
 
     @property
-    def act_bytes(self) -> int:
-        """Bytes of act per row."""
-        return self.ffn_hidden_size * self.itemsize
-
-    @property
     def row_bytes(self) -> int:
         """Bytes saved for backward per row."""
-        return self.input_bytes + self.gate_up_bytes + self.act_bytes
+        return self.input_bytes + self.gate_up_bytes
 
     @property
     def flops(self) -> int:
@@ -109,10 +103,6 @@ class Machine:
         """Returns the time of a one-way copy between device and host, in seconds."""
         return num_bytes / self.host_bytes
 
-    def act_seconds(self, expert: ExpertShape, num_rows: int) -> float:
-        """Returns the time to recompute act, which reads gate_up and writes act, in seconds."""
-        return num_rows * (expert.gate_up_bytes + expert.act_bytes) / self.copied_bytes
-
     def gate_up_seconds(self, expert: ExpertShape, num_rows: int) -> float:
         """Returns the time to recompute gate_up from x, with 4 of the 18 H F FLOPs of a row, in seconds."""
         return num_rows * expert.gate_up_flops / self.flops
@@ -125,7 +115,7 @@ class StageCosts:
     Each time is in seconds per step: the mean over steps, on the rank where that mean is the largest.
 
     forward, backward: the experts' GEMMs, with which copies can overlap. stash: copies into pages and back. spill:
-    copies to the host, in one direction. act, gate_up: recomputation. waiting_groups: groups saved for backward at the
+    copies to the host, in one direction. gate_up: recomputation. waiting_groups: groups saved for backward at the
     peak. tail_share: share of the pages' bytes that no row occupies. line: sentence about the memory saving.
     """
 
@@ -134,7 +124,6 @@ class StageCosts:
     backward: float
     stash: float
     spill: float
-    act: float
     gate_up: float
     footprint: Footprint
     waiting_groups: int
@@ -149,7 +138,7 @@ class StageCosts:
     @property
     def words(self) -> str:
         """A clause that compares the time of copies and recomputation with the experts' time."""
-        extra = (self.stash + self.act + self.gate_up) / (self.forward + self.backward)
+        extra = (self.stash + self.gate_up) / (self.forward + self.backward)
         return f"copies and recomputation take {extra:.1%} of the experts' own time"
 
 
@@ -179,8 +168,7 @@ def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan],
                 backward=compute * 2 / 3,
                 stash=machine.copy_seconds(moved),
                 spill=machine.host_seconds(_most(counters[Counter.SPILLED_PAGES]) * page_bytes),
-                act=machine.act_seconds(expert, round(_most(stage.dropped_rows[Priority.ACT]))),
-                gate_up=machine.gate_up_seconds(expert, round(_most(stage.dropped_rows[Priority.GATE_UP]))),
+                gate_up=machine.gate_up_seconds(expert, round(_most(stage.dropped_rows))),
                 footprint=footprint,
                 waiting_groups=_waiting_groups(needs),
                 tail_share=1 - moved / planned if planned else 0.0,

@@ -37,7 +37,6 @@ class StashFlags:
     moe_ffn_hidden_size: int
     gated_linear_unit: bool
     expert_tensor_parallel_size: int
-    recompute_modules: list[str] | None
     lora_rank: int | None
     lora_target_modules: list[str]
     params_dtype: torch.dtype
@@ -56,7 +55,7 @@ class StashFlags:
 
     @property
     def may_recompute(self) -> bool:
-        """Whether act and gate_up are recomputed if there are too few pages."""
+        """Whether gate_up is recomputed if there are too few pages."""
         return self.moe_paged_stash_overflow_policy == "recompute"
 
 

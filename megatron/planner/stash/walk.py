@@ -12,7 +12,12 @@ import numpy as np
 
 from megatron.core.transformer.moe.paged_stash import Counter, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.arithmetic import PageMove, ReserveRow, reserve_table, resident_groups
-from megatron.core.transformer.moe.paged_stash.page_layout import COUNTER_OF_DROPPED, PagesByPriority, pages_for
+from megatron.core.transformer.moe.paged_stash.page_layout import (
+    COUNTER_OF_DROPPED,
+    LEAST_IMPORTANT,
+    PagesByPriority,
+    pages_for,
+)
 from megatron.core.transformer.moe.paged_stash.sizing import (
     HEADROOM,
     RESERVE_STEPS,
@@ -40,7 +45,6 @@ _COUNTED = (
     Counter.SPILLED_PAGES,
     Counter.LIVE_BYTES,
     Counter.DROPPED_GATE_UP,
-    Counter.DROPPED_ACT,
 )
 # Maps a group to its live rows [S, N], int64.
 RowsOf = Callable[[GroupKey], np.ndarray]
@@ -51,10 +55,9 @@ class StepLevel(enum.IntEnum):
 
     DEVICE = 0  # every tensor has its pages on the device
     HOST = 1  # some pages are on the host
-    ACT = 2  # some act is recomputed
-    GATE_UP = 3  # some gate_up is recomputed
-    NO_PAGES = 4  # stash overflow: no pages for an x (under policies other than recompute, for any tensor)
-    OVER_CAPACITY = 5  # expert overflow: too many rows for a buffer, or from one rank to another
+    GATE_UP = 2  # some gate_up is recomputed
+    NO_PAGES = 3  # stash overflow: no pages for an x (under policies other than recompute, for any tensor)
+    OVER_CAPACITY = 4  # expert overflow: too many rows for a buffer, or from one rank to another
 
 
 @dataclass(frozen=True)
@@ -87,12 +90,12 @@ class Reserves:
 class PoolOutcomes:
     """Outcome of each step on each rank.
 
-    counters: counters of the pools, [S, N], int64. dropped_rows: live rows of the groups whose gate_up or act was
-    dropped, [S, N], int64.
+    counters: counters of the pools, [S, N], int64. dropped_rows: live rows of the groups whose gate_up was dropped,
+    [S, N], int64.
     """
 
     counters: dict[Counter, np.ndarray]
-    dropped_rows: dict[Priority, np.ndarray]
+    dropped_rows: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -101,14 +104,14 @@ class StageSteps:
 
     balanced_pages: pages for the run's last step under balanced routing, the unit of the size factors. layouts: pools
     of the ranks in each step, () without a stash. counters: counters of the pools, empty without a stash. dropped_rows:
-    live rows of groups whose gate_up or act was dropped. pages_wanted: peak number of pages if every tensor is stashed.
+    live rows of groups whose gate_up was dropped. pages_wanted: peak number of pages if every tensor is stashed.
     """
 
     balanced_pages: int
     page_bytes: int
     layouts: list[tuple[PoolLayout, ...]]
     counters: dict[Counter, np.ndarray]
-    dropped_rows: dict[Priority, np.ndarray]
+    dropped_rows: np.ndarray
     pages_wanted: np.ndarray
 
 
@@ -275,14 +278,16 @@ class _Walker:
         )
         # A stage has pools in all steps or in none.
         outcomes = [one for found in self._found if (one := found.outcomes[number]) is not None]
-        counters, dropped = (outcomes[0].counters, outcomes[0].dropped_rows) if outcomes else ({}, {})
+        counters = outcomes[0].counters if outcomes else {}
+        wanted = np.concatenate([found.wanted[number] for found in self._found])
+        dropped = np.concatenate([one.dropped_rows for one in outcomes]) if outcomes else np.zeros_like(wanted)
         return StageSteps(
             balanced_pages=needs.balanced_pages,
             page_bytes=needs.page_bytes,
             layouts=[found.layouts[number] for found in self._found for _ in range(found.span.num_steps)],
             counters={name: np.concatenate([one.counters[name] for one in outcomes]) for name in counters},
-            dropped_rows={name: np.concatenate([one.dropped_rows[name] for one in outcomes]) for name in dropped},
-            pages_wanted=np.concatenate([found.wanted[number] for found in self._found]),
+            dropped_rows=dropped,
+            pages_wanted=wanted,
         )
 
 
@@ -312,7 +317,6 @@ class _Attempt:
             spills = Counter.SPILLED_PAGES if layouts[0].device_pages else None
             for level, counter in (
                 (StepLevel.HOST, spills),
-                (StepLevel.ACT, Counter.DROPPED_ACT),
                 (StepLevel.GATE_UP, Counter.DROPPED_GATE_UP),
                 (StepLevel.NO_PAGES, Counter.VOID),
             ):
@@ -326,10 +330,7 @@ class _Attempt:
         outcomes = [
             None
             if one is None
-            else PoolOutcomes(
-                {name: of_all[:stop] for name, of_all in one.counters.items()},
-                {name: of_all[:stop] for name, of_all in one.dropped_rows.items()},
-            )
+            else PoolOutcomes({name: of_all[:stop] for name, of_all in one.counters.items()}, one.dropped_rows[:stop])
             for one in self.outcomes
         ]
         wanted = [of_stage[:stop] for of_stage in self.wanted]
@@ -457,7 +458,7 @@ class StageWalk:
         rows = {layer: step.rows[layer][:, 0, rank] for layer in self.layers}
         wanted = self.needs.pages(
             lambda group: int(rows[layer_of(group[0])][group[1]]),
-            up_to=Priority.INPUT if self._flags.may_recompute else Priority.ACT,
+            up_to=Priority.INPUT if self._flags.may_recompute else LEAST_IMPORTANT,
         )
         shares = self._shares_of(step)[0, rank]
         self._shares[:, rank] = np.maximum(self._shares[:, rank], shares)
@@ -540,7 +541,8 @@ def simulate_pools(
 ) -> PoolOutcomes:
     """Simulates S = num_steps steps with the given page moves. Each step starts with empty pools.
 
-    The results equal those of PoolModel in arithmetic.py if no group has more rows than its buffers.
+    specs: tensors of Priority.INPUT and GATE_UP. The results equal those of PoolModel in arithmetic.py if no group has
+    more rows than its buffers.
     """
     pools = _Pools(sizes, num_steps)
     held: dict[GroupKey, tuple[np.ndarray, np.ndarray]] = {}
@@ -563,14 +565,14 @@ class _Pools:
     free_device: np.ndarray = field(init=False)
     free_host: np.ndarray = field(init=False)
     counters: dict[Counter, np.ndarray] = field(init=False)
-    dropped_rows: dict[Priority, np.ndarray] = field(init=False)
+    dropped_rows: np.ndarray = field(init=False)
 
     def __post_init__(self) -> None:
         shape = self.num_steps, len(self.sizes.device_pages)
         self.free_device = np.broadcast_to(self.sizes.device_pages, shape).astype(np.int64)
         self.free_host = np.broadcast_to(self.sizes.host_pages, shape).astype(np.int64)
         self.counters = {counter: np.zeros(shape, dtype=np.int64) for counter in _COUNTED}
-        self.dropped_rows = {priority: np.zeros(shape, dtype=np.int64) for priority in (Priority.GATE_UP, Priority.ACT)}
+        self.dropped_rows = np.zeros(shape, dtype=np.int64)
 
     def allocate(
         self, live: np.ndarray, specs: Sequence[TensorSpec], *, left_free: np.ndarray | None
@@ -609,8 +611,8 @@ class _Pools:
         if not dropped.any():
             return
         self.counters[COUNTER_OF_DROPPED[priority]] += dropped
-        if priority in self.dropped_rows:
-            self.dropped_rows[priority] += live * dropped
+        if priority is Priority.GATE_UP:
+            self.dropped_rows += live * dropped
 
     def _raise_high_water(self) -> None:
         for counter, pages, free in (

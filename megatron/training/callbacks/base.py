@@ -32,14 +32,14 @@ class PoolReport:
     at least as full.
 
     Sums over ranks and steps: planned_pages, spilled_pages (planned pages that did not fit on the device), live_bytes
-    (bytes of rows in pages), tail_bytes (bytes of pages that no row occupies), and the numbers of recomputed tensors
-    (dropped_gate_up, dropped_act).
+    (bytes of rows in pages), tail_bytes (bytes of pages that no row occupies), and dropped_gate_up (the number of
+    recomputed gate_ups).
 
     factor: number of device pages relative to the peak of a balanced step, for the longest step of the run and the rank
     with the smallest factor. factors_needed: smallest sufficient factor of each step, as the maximum over ranks, in
     chronological order. factor_to_keep_all: the factor with which none of these steps would have recomputed a tensor; 0
-    if no tensor was recomputed for lack of pages. It includes the pages that gate_up and act leave free for later
-    layers, and refers to host pages if the device has none.
+    if no tensor was recomputed for lack of pages. It includes the pages that gate_up leaves free for later layers, and
+    refers to host pages if the device has none.
     """
 
     rank: int
@@ -53,7 +53,6 @@ class PoolReport:
     live_bytes: int
     tail_bytes: int
     dropped_gate_up: int
-    dropped_act: int
     factor: float
     factors_needed: tuple[float, ...]
     factor_to_keep_all: float = 0.0
@@ -68,8 +67,8 @@ class StashReport:
     capacity_factor: current capacity factor of the buffers. factors_needed: smallest sufficient factor of each step, in
     chronological order. balanced_rows: rows of a forward pass under balanced routing. buffer_rows: rows of a buffer.
     rows: maps a layer number to the largest number of live rows of a forward pass on any rank. rungs: maps
-    spilled_pages, dropped_act, dropped_gate_up and void_steps to their counts in each step, in chronological order,
-    without entries that are always 0. pool: None without the paged stash.
+    spilled_pages, dropped_gate_up and void_steps to their counts in each step, in chronological order, without entries
+    that are always 0. pool: None without the paged stash.
     """
 
     steps: int

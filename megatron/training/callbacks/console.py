@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from megatron.core.transformer.moe.paged_stash.sizing import rounded_up
 from megatron.training.callbacks.base import Callback, EvaluationReport, PoolReport, RunStart, StashReport, StepReport
 
-# Share of acts and gate_ups that may be recomputed without a field in compact lines.
+# Share of gate_ups that may be recomputed without a field in compact lines.
 USUAL_RECOMPUTATION = 0.1
 # Minimum number of columns for the name of an evaluated set.
 SHORTEST_LABEL = 20
@@ -184,9 +184,9 @@ def _events(reports: Sequence[StepReport], *, micro_batch_size: int) -> list[_Fi
         counts.insert(0, ("discarded", "disc", stash.void_steps))
         if stash.pool is not None:
             counts.append(("spilled", "spill", stash.pool.spilled_pages))
-            recomputed = stash.pool.dropped_act + stash.pool.dropped_gate_up
-            # Each microbatch has an act and a gate_up in each layer, or several with tensor or context parallelism.
-            num_tensors = 2 * stash.steps * len(stash.rows) * last.global_batch_size // micro_batch_size
+            recomputed = stash.pool.dropped_gate_up
+            # Each microbatch has a gate_up in each layer, or several with tensor or context parallelism.
+            num_tensors = stash.steps * len(stash.rows) * last.global_batch_size // micro_batch_size
             if recomputed > USUAL_RECOMPUTATION * num_tensors:
                 counts.append(("recomputed", "recomp", recomputed))
     return [_Field(f"{name} {count}", f"{short} {_short_count(count)}") for name, short, count in counts if count]
@@ -295,11 +295,8 @@ def shortage_words(pool: PoolReport) -> str:
     """Describes the spilled and recomputed tensors since the last log line, with the cause; "" if there are none."""
     spilled = "1 page" if pool.spilled_pages == 1 else f"{pool.spilled_pages} pages"
     found = [f"{spilled} spilled to the host"] if pool.spilled_pages else []
-    found += [
-        f"{name} recomputed {count} {'time' if count == 1 else 'times'}"
-        for name, count in (("act", pool.dropped_act), ("gate_up", pool.dropped_gate_up))
-        if count
-    ]
+    times = "1 time" if pool.dropped_gate_up == 1 else f"{pool.dropped_gate_up} times"
+    found += [f"gate_up recomputed {times}"] if pool.dropped_gate_up else []
     if not found:
         return ""
     # The factor that keeps all tensors does not avoid spills.

@@ -139,7 +139,6 @@ def _stash_scalars(report: StepReport) -> dict[str, float]:
             "stash/factor-needed": max(pool.factors_needed),
             "stash/spilled-pages": pool.spilled_pages,
             "stash/gate-up-again": pool.dropped_gate_up,
-            "stash/act-again": pool.dropped_act,
             "stash/tail-bytes": pool.tail_bytes,
         }
     return scalars

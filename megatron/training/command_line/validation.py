@@ -341,6 +341,7 @@ def settle_meanings(args: argparse.Namespace) -> None:
     """Sets arguments whose values follow from other flags, and prints notes about changed and ineffective flags."""
     settled = (
         _settle_recompute,
+        _settle_recompute_modules,
         _settle_offload,
         _settle_context,
         _settle_positions,
@@ -358,6 +359,12 @@ def _settle_recompute(args: argparse.Namespace) -> str | None:
         return None
     args.recompute_num_layers = None
     return f"--recompute-num-layers {number} has no effect without --recompute-granularity full"
+
+
+def _settle_recompute_modules(args: argparse.Namespace) -> str | None:
+    if "moe_act" not in (args.recompute_modules or []):
+        return None
+    return "--recompute-modules moe_act has no effect: backward computes the result of the experts' activation anyway"
 
 
 def _settle_offload(args: argparse.Namespace) -> str | None:

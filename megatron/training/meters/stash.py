@@ -38,14 +38,12 @@ class _Totals(NamedTuple):
     live_bytes: int = 0
     tail_bytes: int = 0
     dropped_gate_up: int = 0
-    dropped_act: int = 0
 
 
 class _LevelCounts(NamedTuple):
     """Counts of a rank's reactions to missing pages or rows in one step, cheapest first: spill, recompute, discard."""
 
     spilled_pages: int = 0
-    dropped_act: int = 0
     dropped_gate_up: int = 0
     void_steps: int = 0
 
@@ -104,7 +102,6 @@ class _Interval:
             live_bytes=counters[Counter.LIVE_BYTES],
             tail_bytes=step.tail_bytes,
             dropped_gate_up=counters[Counter.DROPPED_GATE_UP],
-            dropped_act=counters[Counter.DROPPED_ACT],
         )
         self.totals = _Totals(*(sum(pair) for pair in zip(self.totals, own, strict=True)))
         self.buffers = _Buffers(
@@ -117,11 +114,9 @@ class _Interval:
             self.most_rows[layer] = max(rows, self.most_rows.get(layer, 0))
         self.rows_factors.append(step.factor_needed)
         self.pages_factors.append(step.pages_wanted / max(1, step.balanced_pages))
-        self.level_counts.append(
-            _LevelCounts(own.spilled_pages, own.dropped_act, own.dropped_gate_up, step.num_discards)
-        )
+        self.level_counts.append(_LevelCounts(own.spilled_pages, own.dropped_gate_up, step.num_discards))
         self._keep_fullest(step, counters)
-        if own.dropped_gate_up or own.dropped_act:
+        if own.dropped_gate_up:
             self.factor_to_keep_all = max(self.factor_to_keep_all, _factor_to_keep_all(step))
 
     def _keep_fullest(self, step: StepFigures, counters: Multiset[Counter]) -> None:
@@ -257,9 +252,8 @@ def _recomputes_often(stash: StashReport) -> bool:
     """Returns whether at least half of the steps recomputed tensors, and more pages would have avoided this."""
     if stash.pool is None or not stash.pool.factor_to_keep_all:
         return False
-    none = [0] * stash.steps
-    counts = zip(stash.rungs.get("dropped_act", none), stash.rungs.get("dropped_gate_up", none), strict=True)
-    return 2 * sum(any(step) for step in counts) >= stash.steps
+    counts = stash.rungs.get("dropped_gate_up", [])
+    return 2 * sum(count > 0 for count in counts) >= stash.steps
 
 
 def advice_line(pool: PoolReport, *, steps: int, in_bytes: bool) -> str:
@@ -270,7 +264,7 @@ def advice_line(pool: PoolReport, *, steps: int, in_bytes: bool) -> str:
     tier = "cuda" if pool.device_pages else "cpu"
     instead = " instead of --moe-paged-stash-buffer-bytes" if in_bytes and pool.device_pages else ""
     return (
-        "  paged stash: recomputation does not change results; it costs little time for act and more for gate_up; "
+        "  paged stash: recomputing gate_up does not change results, but costs time; "
         f"--moe-paged-stash-buffer-size-factor-{tier} {rounded_up(pool.factor_to_keep_all):.2f}{instead} would "
         f"have kept all tensors of the last {steps} steps; later steps may need more"
     )
@@ -366,7 +360,7 @@ def stash_timeline(step: StepFigures) -> dict[str, Any]:
 def pages_to_keep_all(step: StepFigures) -> int:
     """Returns the size of the smallest pool, in pages of both tiers, with which the step would recompute nothing.
 
-    The size may exceed pages_wanted, because gate_up and act leave the reserved pages free.
+    The size may exceed pages_wanted, because gate_up leaves the reserved pages free.
     """
     assert step.layout is not None, "without a pool there are no pages"
     rows = rows_by_group(step.passes, step.rows)

@@ -38,7 +38,7 @@ from megatron.core.transformer.moe.paged_stash import (
 )
 from megatron.core.transformer.moe.paged_stash.arithmetic import ReserveRow
 from megatron.core.transformer.moe.paged_stash.group_memory import copy_programs
-from megatron.core.transformer.moe.paged_stash.page_layout import Tier
+from megatron.core.transformer.moe.paged_stash.page_layout import LEAST_IMPORTANT, Tier
 from megatron.core.transformer.moe.paged_stash.page_pool import TierMemoryError
 from megatron.core.transformer.moe.paged_stash.sizing import (
     HEADROOM,
@@ -48,6 +48,7 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     capacity_factor,
     check_effect,
     expected_share,
+    expert_specs,
     gain_line,
     grown_sizes,
     learned_lines,
@@ -230,7 +231,8 @@ class ExpertMemory:
             assert isinstance(layer.token_dispatcher, MoEStaticTokenDispatcher), "chosen by the capacity factor"
             self._dispatchers.append(layer.token_dispatcher)
         self._balanced_rows = tokens_per_rank * config.moe_router_topk * config.expert_tensor_parallel_size
-        self._learned = LearnedSizes(expert_ranks=expert_ranks)
+        row_bytes = sum(spec.row_bytes for spec in expert_specs(config, rows=0))
+        self._learned = LearnedSizes(expert_ranks=expert_ranks, row_bytes=row_bytes)
         # Largest number of rows of a forward, relative to balanced routing: in each recent step, in the discarded
         # attempts at the current step, and in the steps before the loaded checkpoint.
         self._recent_shares: deque[float] = deque(maxlen=RESERVE_STEPS)
@@ -259,8 +261,9 @@ class ExpertMemory:
         Returns log lines with the memory that the stash saves on each stage. Raises ValueError on all ranks if the
         stash could never have an effect, or if a rank does not have enough memory for it.
         """
-        lines = learned_lines(self._config, learned)
-        self.adopt(learned.for_expert_ranks(self._learned.expert_ranks))
+        valid = learned.valid_for(expert_ranks=self._learned.expert_ranks, row_bytes=self._learned.row_bytes)
+        lines = learned_lines(self._config, learned, valid=valid)
+        self.adopt(valid)
         self._share_before = max(self._learned.rows_share.values(), default=0.0)
         if not self._config.moe_paged_stash:
             return lines
@@ -468,17 +471,16 @@ class ExpertMemory:
         if self.stash is None or not self.stash.is_void_sync():
             return None, LearnedSizes()
         rows = rows_by_group(self.step.passes, self.step.rows.tolist())
-        wanted = self.needs.pages(
-            lambda group: rows.get(group, 0), up_to=Priority.INPUT if self._recomputes else Priority.ACT
-        )
+        must_have_pages = Priority.INPUT if self._recomputes else LEAST_IMPORTANT
+        wanted = self.needs.pages(lambda group: rows.get(group, 0), up_to=must_have_pages)
         layout = self.stash.pool.layout
         what = "the experts' inputs" if self._recomputes else "all tensors that are saved for backward"
         shortfall = Shortfall(wanted, layout.num_pages, pages_for=what)
         self._attempted_share = max(self._attempted_share, self._learn_rows(rows.values()))
         is_short = self._expected_share() > self.stash.reserved_share
         if self._recomputes and is_short and wanted * HEADROOM <= layout.num_pages:
-            # The pool is large enough, but gate_up and act used too many pages, because fewer rows were expected. The
-            # reserve for the rows just learned is sufficient.
+            # The pool is large enough, but gate_up used too many pages, because fewer rows were expected. The reserve
+            # for the rows just learned is sufficient.
             return shortfall, LearnedSizes()
         return shortfall, grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
 

@@ -29,7 +29,7 @@ def _layouts(model: str) -> list[tuple[Layout, list[str]]]:
     """Returns random layouts of a tiny model that the run accepts, with their flags."""
     latent, experts = model.startswith("deepseek"), MODELS[model]
     parts = {
-        Recompute.CHEAP: ("layernorm", *(["moe_act"] if experts else []), *(["mla_up_proj"] if latent else [])),
+        Recompute.CHEAP: ("layernorm", *(["mla_up_proj"] if latent else [])),
         Recompute.FEED_FORWARD: (*(["mlp"] if latent or not experts else []), *(["moe"] if experts else [])),
     }
     space = Space(

@@ -87,8 +87,8 @@ def test_an_activation_is_one_kernel_that_moves_its_rows_once() -> None:
         {one.num_bytes: count for one, count in kernels.items() if one.kind == "feed-forward" and not one.flops}
         for kernels in (chunk.forward, chunk.backward)
     )
-    # gate_up and act; act's gradient, gate_up and its gradient. There are two layers.
-    assert forward == {3 * act: 2} and backward[5 * act] == 2
+    # gate_up and act; in backward the gradient of act, gate_up, its gradient, and act. There are two layers.
+    assert forward == {3 * act: 2} and backward[6 * act] == 2
 
 
 def test_an_update_moves_the_bytes_of_adam_and_of_the_gradient_norm() -> None:

@@ -37,7 +37,6 @@ def pool_report(**fields: Any) -> PoolReport:
         live_bytes=400_000,
         tail_bytes=9_600,
         dropped_gate_up=0,
-        dropped_act=0,
         factor=1.1,
         factors_needed=(1.0,),
     )

@@ -8,12 +8,11 @@ Shapes: R rows, H hidden, F width of one expert, e experts of this rank, E exper
 
 [Note: static experts]
 With moe_expert_rank_capacity_factor the rows are stored in a buffer of C rows. The first R rows are live, and only the
-device knows R. The GEMMs read R from the offsets on the device. The activation receives R as num_rows and is an
-operator of the stash, because a plain activation would compute all C rows. Rows beyond the first R are undefined, and
-so are their gradients. A stash saves the live rows for backward in pages. If the pool has no pages left, it drops
-tensors that backward can recompute: first act, from gate_up and the weights, then gate_up, from the rows.
-`_static_forward` registers the rows with the stash, together with functions that recompute them. A recomputed gate_up
-is bit-identical, because recompute_gate_up runs the same operations in the same order as `_static_fc1`.
+device knows R. The GEMMs read R from the offsets on the device. The activation receives R as num_rows, because it would
+otherwise compute all C rows. Rows beyond the first R are undefined, and so are their gradients. A stash saves the live
+rows for backward in pages. If the pool has no pages left, it drops gate_up, which backward can recompute from the rows.
+`_static_forward` registers the rows with the stash, together with a function that recomputes gate_up. The result is
+bit-identical, because recompute_gate_up runs the same operations in the same order as `_static_fc1`.
 """
 
 import math
@@ -26,11 +25,12 @@ from torch import Tensor, nn
 
 from megatron.core.activations import ACTIVATIONS
 from megatron.core.config_field import require_defaults
-from megatron.core.fusions.gated_activation import ActivationForm, GatedActivation
+from megatron.core.fusions.gated_activation import GatedActivation
 from megatron.core.logical_tensors import LogicalPiece, model_logical_pieces
 from megatron.core.model_parallel_config import ConstantInit, InitMethod, init_of_matrix
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.tensor_parallel.activated_product import activated_products
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight, zero_parameter
 from megatron.core.tensor_parallel.param_attributes import (
     MatrixWindow,
@@ -40,16 +40,14 @@ from megatron.core.tensor_parallel.param_attributes import (
 from megatron.core.transformer.lora import init_of_a, rank_and_scale
 from megatron.core.transformer.lora_config import require_whole_experts
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation
-from megatron.core.transformer.module import MegatronModule, part, run_and_keep
-from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, product_kernel, row_offsets
+from megatron.core.transformer.module import MegatronModule, part
+from megatron.core.transformer.moe.grouped_gemm import GroupedProduct, grouped_gemm, product_kernel, row_offsets
 from megatron.core.transformer.moe.paged_stash import (
     Priority,
     Recompute,
     StashGroup,
     add_expert_bias,
     add_low_rank,
-    gated_activation,
-    recompute_act,
     recompute_gate_up,
 )
 from megatron.core.transformer.spec_utils import build_module, get_module
@@ -59,6 +57,7 @@ from megatron.core.utils import divide
 # Checkpoint keys. Grouped and sequential experts share them, so each can load the other's checkpoints.
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
 _BIAS1, _BIAS2 = "linear_fc1.bias", "linear_fc2.bias"
+_PRODUCT, _STATIC_PRODUCT = GroupedProduct(), GroupedProduct(is_static=True)
 
 
 @dataclass
@@ -76,8 +75,9 @@ class GroupedMLP(MegatronModule):
     2. The activation, times the routing weight of each row: act [R, F].
     3. fc2, one matrix per expert: [R, H].
 
-    Saves the rows, gate_up, the weights and act for backward. bias1: [e, 2F], bias2: [e, H], with add_bias_linear;
-    bias2 is also multiplied by the routing weight. linear_fc1, linear_fc2: the adapters of fc1 and fc2, or None.
+    Saves the rows, gate_up and the weights for backward, but not act. bias1: [e, 2F], bias2: [e, H], with
+    add_bias_linear; bias2 is also multiplied by the routing weight. linear_fc1, linear_fc2: the adapters of fc1 and
+    fc2, or None.
     """
 
     bias1: nn.Parameter | None
@@ -107,7 +107,9 @@ class GroupedMLP(MegatronModule):
         self.fc1_width = self.ffn_hidden_size * (2 if config.gated_linear_unit else 1)
         self.activation = build_activation(config)
         is_static = config.moe_expert_rank_capacity_factor is not None
-        self.static_form = static_form(self.activation) if is_static else None
+        if is_static:
+            require_name(self.activation)
+        self.is_static = is_static
         hidden = config.hidden_size
         # Megatron's shapes. The memory layout is [e, H, 2F] and [e, F, H].
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
@@ -174,21 +176,12 @@ class GroupedMLP(MegatronModule):
                 grad_input_buffer=(grad_input_buffer, None),
             )
         offsets = row_offsets(tokens_per_expert)
-        if self.static_form is not None:
-            output = self._static_forward(
-                permuted_local_hidden_states, permuted_probs, offsets=offsets, form=self.static_form, group=group
-            )
-            return output, None
+        if self.is_static:
+            return self._static_forward(
+                permuted_local_hidden_states, permuted_probs, offsets=offsets, group=group
+            ), None
         gate_up = self._fc1(permuted_local_hidden_states, offsets=offsets)  # [R, 2F]
-        # The weight is applied to act, because its rows are the narrowest to save for backward.
-        act, release = self.parts.moe_act(self.activation, gate_up, permuted_probs)  # [R, F]
-        output = _product(act, self.weight2, offsets=offsets)  # [R, H]
-        if self.bias2 is not None:
-            output = add_expert_bias(output, self.bias2, offsets=offsets, scale=permuted_probs, share=self._bias2_share)
-        if self.linear_fc2 is not None:
-            output = self.linear_fc2(output, act, offsets=offsets)
-        release(output)
-        return output, None
+        return self._activated_fc2(gate_up, permuted_probs, offsets=offsets), None
 
     @part("expert_fc1")
     def _fc1(self, rows: Tensor, *, offsets: Tensor) -> Tensor:
@@ -196,6 +189,25 @@ class GroupedMLP(MegatronModule):
         if self.bias1 is not None:
             product = add_expert_bias(product, self.bias1, offsets=offsets)
         return product if self.linear_fc1 is None else self.linear_fc1(product, rows, offsets=offsets)
+
+    @part("moe_act")
+    def _activated_fc2(
+        self, gate_up: Tensor, weights: Tensor, *, offsets: Tensor, num_rows: Tensor | None = None
+    ) -> Tensor:
+        """Computes the activation, times the routing weights, and fc2: [R, H].
+
+        gate_up: [R, 2F] (F without a gated activation); weights: [R]; num_rows: [1], int64, live rows of a static
+        buffer, or None. The weights are applied to act, [R, F], because its rows are the narrowest. act is not saved
+        for backward, see tensor_parallel/activated_product.py.
+        """
+        adapter, product = self.linear_fc2, _PRODUCT if num_rows is None else _STATIC_PRODUCT
+        matrices = [self.weight2] if adapter is None else [self.weight2, adapter.lora_a]
+        output, *low = activated_products(
+            self.activation, gate_up, weights, matrices, product=product, offsets=offsets, num_rows=num_rows
+        )
+        if self.bias2 is not None:
+            output = add_expert_bias(output, self.bias2, offsets=offsets, scale=weights, share=self._bias2_share)
+        return output if adapter is None else adapter.add_to(output, *low, offsets=offsets)
 
     @property
     def _bias2_share(self) -> float:
@@ -205,9 +217,7 @@ class GroupedMLP(MegatronModule):
 
     # The same computation over a static buffer. See [Note: static experts].
 
-    def _static_forward(
-        self, rows: Tensor, weights: Tensor, *, offsets: Tensor, form: ActivationForm, group: StashGroup | None
-    ) -> Tensor:
+    def _static_forward(self, rows: Tensor, weights: Tensor, *, offsets: Tensor, group: StashGroup | None) -> Tensor:
         """Computes the output of the live rows of a static buffer: [C, H].
 
         rows: [C, H], parameter dtype. weights: [C]. offsets: [e], int32, on the device; the last offset is the number
@@ -220,24 +230,10 @@ class GroupedMLP(MegatronModule):
         gate_up, *low = self._static_fc1(rows, offsets=offsets, is_recomputed=is_recomputed)  # [C, 2F]
         if group is not None:
             group.rows(gate_up, *low)
-
-        # num_rows is an argument because a runner that recomputes the part saves the arguments for backward as autograd
-        # does, and CUDA graphs keep their memory alive. Nothing would keep the memory of a tensor in a closure alive.
-        def activation(gate_up: Tensor, weights: Tensor, num_rows: Tensor) -> Tensor:
-            return gated_activation(gate_up, weights, num_rows=num_rows, **form.arguments)
-
-        act, release = self.parts.moe_act(activation, gate_up, weights, num_rows)  # [C, F]
+        output = self._activated_fc2(gate_up, weights, offsets=offsets, num_rows=num_rows)  # [C, H]
         if group is not None:
             again = self._recompute_gate_up(rows, offsets=offsets)
             group.mark(gate_up, priority=Priority.GATE_UP, recompute=again, sources=(rows, *low))
-            if self.parts.moe_act is run_and_keep:
-                again = recompute_act(num_rows, **form.arguments)
-                group.mark(act, priority=Priority.ACT, recompute=again, sources=(gate_up, weights))
-            else:
-                # The runner of moe_act recomputes or offloads act itself.
-                group.keep(act)
-        output = self._static_fc2(act, weights, offsets=offsets)  # [C, H]
-        release(output)
         return output
 
     @part("expert_fc1")
@@ -249,7 +245,11 @@ class GroupedMLP(MegatronModule):
         product = _product(rows, self.weight1, offsets=offsets, is_static=True, is_recomputed=is_recomputed)
         if self.bias1 is not None:
             product = add_expert_bias(product, self.bias1, offsets=offsets)
-        return _static_adapted(product, rows, adapter=self.linear_fc1, offsets=offsets)
+        adapter = self.linear_fc1
+        if adapter is None:
+            return (product,)
+        low = _product(rows, adapter.lora_a, offsets=offsets, is_static=True)
+        return adapter.add_to(product, low, offsets=offsets), low
 
     def _recompute_gate_up(self, rows: Tensor, *, offsets: Tensor) -> Recompute:
         adapter = self.linear_fc1
@@ -259,12 +259,6 @@ class GroupedMLP(MegatronModule):
             bias=self.bias1,
             low_rank=None if adapter is None else (adapter.lora_b, adapter.scale),
         )
-
-    def _static_fc2(self, act: Tensor, weights: Tensor, *, offsets: Tensor) -> Tensor:
-        output = _product(act, self.weight2, offsets=offsets, is_static=True)
-        if self.bias2 is not None:
-            output = add_expert_bias(output, self.bias2, offsets=offsets, scale=weights, share=self._bias2_share)
-        return _static_adapted(output, act, adapter=self.linear_fc2, offsets=offsets)[0]
 
     # For checkpoints and optimizers.
 
@@ -471,7 +465,13 @@ class ExpertAdapter(MegatronModule):
         product: [R, O], rows times the base weights, and rows: [R, I], both parameter dtype; offsets: [e], int32, on
         the device: end offset of each expert's rows.
         """
-        low = _product(rows, self.lora_a, offsets=offsets)  # [R, r]
+        return self.add_to(product, _product(rows, self.lora_a, offsets=offsets), offsets=offsets)
+
+    def add_to(self, product: Tensor, low: Tensor, *, offsets: Tensor) -> Tensor:
+        """Adds the adapter's output to `product` in place and returns it.
+
+        product: [R, O], and low: [R, r], rows times A, both parameter dtype; offsets: as in `forward`.
+        """
         return add_low_rank(product, low, weight=self.lora_b, offsets=offsets, scale=self.scale)
 
     def pieces(self, key: str, halves: tuple[str, ...]) -> dict[str, list[LogicalPiece]]:
@@ -517,15 +517,14 @@ class ExpertAdapter(MegatronModule):
 # --- Static buffers: activations and GEMMs of live rows ---
 
 
-def static_form(activation: GatedActivation) -> ActivationForm:
-    """Returns the activation by name; raises ValueError if it has no name, and hence no kernel for live rows."""
+def require_name(activation: GatedActivation) -> None:
+    """Raises ValueError for an activation without a name, which has no kernel for the live rows of a static buffer."""
     if activation.form is None:
         names = [name for name, known in ACTIVATIONS.items() if known.function is not None]
         raise ValueError(
             f"activation_func is {activation.function} with gated_linear_unit {activation.is_gated}: with "
             f"moe_expert_rank_capacity_factor it must be one of {', '.join(names)}"
         )
-    return activation.form
 
 
 def _product(
@@ -539,19 +538,6 @@ def _product(
     widths = (inner, weight.numel() // (len(offsets) * inner))
     kernel = product_kernel(rows.dtype, rows.device, widths=widths, is_static=is_static, is_recomputed=is_recomputed)
     return grouped_gemm(rows, weight, offsets=offsets, kernel=kernel)
-
-
-def _static_adapted(
-    product: Tensor, rows: Tensor, *, adapter: ExpertAdapter | None, offsets: Tensor
-) -> tuple[Tensor, ...]:
-    """Adds the adapter's output to `product`, [C, O], in place.
-
-    Returns `product` and, with an adapter, the rows times A, [C, r].
-    """
-    if adapter is None:
-        return (product,)
-    low = _product(rows, adapter.lora_a, offsets=offsets, is_static=True)
-    return add_low_rank(product, low, weight=adapter.lora_b, offsets=offsets, scale=adapter.scale), low
 
 
 def _matrices(weight: Tensor, rows: Tensor, *, offsets: Tensor) -> Tensor:

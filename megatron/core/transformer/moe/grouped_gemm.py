@@ -21,7 +21,7 @@ from torch import Tensor
 
 from megatron.core.autograd import PlainFunction
 from megatron.core.device import cpu_alone
-from megatron.core.tensor_parallel.weight_grads import hand_over, has_grad_owner
+from megatron.core.tensor_parallel.weight_grads import WeightGrad, hand_over, has_grad_owner
 from megatron.core.transformer.moe.paged_stash.expert_ops import HAS_TRITON, ops
 
 
@@ -79,6 +79,38 @@ def grouped_gemm(
     return _multiply(rows, _matrices(weight, rows, offsets=offsets), offsets=offsets)
 
 
+@dataclass(frozen=True)
+class GroupedProduct:
+    """The Product of activated_product.py whose weights are [e, F, O], or a shape that can be viewed as such.
+
+    is_static: whether the rows are in a static buffer. As in grouped_gemm, rows beyond the last offset are undefined.
+    """
+
+    is_static: bool = False
+
+    def multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
+        """Multiplies rows, [R, F], by the matrix of their expert: [R, O], same dtype."""
+        assert offsets is not None, "experts have offsets"
+        matrices = _matrices(weight, rows, offsets=offsets)
+        return _multiply(rows, matrices, offsets=offsets, kernel=self._kernel(rows, matrices))
+
+    def input_grad(self, grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
+        """Returns the gradient of rows, [R, F], from that of the products, [R, O], same dtype."""
+        assert offsets is not None, "experts have offsets"
+        matrices = weight.view(offsets.shape[0], -1, grad.shape[1])
+        _refuse_second_derivative(self._kernel(grad, matrices))
+        return _input_grad(grad, matrices, offsets=offsets)
+
+    def weight_grad(self, rows: Tensor, grad: Tensor, offsets: Tensor | None, *, weight: Tensor) -> WeightGrad:
+        """Returns the gradient of a weight, to be computed on demand; rows: [R, F]; grad: [R, O], same dtype."""
+        assert offsets is not None, "experts have offsets"
+        kernel = self._kernel(rows, _matrices(weight, rows, offsets=offsets))
+        return _ExpertGrads(rows, grad, offsets, weight.shape, kernel)
+
+    def _kernel(self, rows: Tensor, matrices: Tensor) -> ProductKernel:
+        return product_kernel(rows.dtype, rows.device, widths=tuple(matrices.shape[1:]), is_static=self.is_static)
+
+
 class _GroupedGemm(PlainFunction):
     """Grouped GEMM whose backward passes the weight gradient to the weight's gradient owner, if it has one.
 
@@ -94,21 +126,30 @@ class _GroupedGemm(PlainFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        if ctx.kernel is ProductKernel.STASH and torch.is_grad_enabled():
-            raise RuntimeError(
-                "the stash's grouped GEMM kernel has no second derivative: call backward without create_graph"
-            )
+        _refuse_second_derivative(ctx.kernel)
         rows, weight, offsets = ctx.saved_tensors
         grad_rows = grad_weight = None
         if weight is not None:
-            matrices = weight.view(offsets.shape[0], -1, grad.shape[1]).transpose(1, 2)
-            # Gradients are never recomputed.
-            kernel = product_kernel(grad.dtype, grad.device, widths=tuple(matrices.shape[1:]), is_static=True)
-            grad_rows = _multiply(grad, matrices, offsets=offsets, kernel=kernel)
+            grad_rows = _input_grad(grad, weight.view(offsets.shape[0], -1, grad.shape[1]), offsets=offsets)
         if rows is not None:
             product = _ExpertGrads(rows, grad, offsets, ctx.weight.shape, ctx.kernel)
             grad_weight = hand_over(ctx.weight, product, node=ctx.next_functions[1][0])
         return grad_rows, grad_weight, None, None
+
+
+def _refuse_second_derivative(kernel: ProductKernel) -> None:
+    if kernel is ProductKernel.STASH and torch.is_grad_enabled():
+        raise RuntimeError(
+            "the stash's grouped GEMM kernel has no second derivative: call backward without create_graph"
+        )
+
+
+def _input_grad(grad: Tensor, matrices: Tensor, *, offsets: Tensor) -> Tensor:
+    """Returns the gradient of the rows, [R, I]; grad: [R, O]; matrices: [e, I, O]."""
+    transposed = matrices.transpose(1, 2)
+    # Gradients are never recomputed.
+    kernel = product_kernel(grad.dtype, grad.device, widths=tuple(transposed.shape[1:]), is_static=True)
+    return _multiply(grad, transposed, offsets=offsets, kernel=kernel)
 
 
 @dataclass(frozen=True)

@@ -78,14 +78,14 @@ RECOMPUTE: dict[str, dict[str, Any]] = {
     "layers": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
     "pairs": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
     "experts": {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]},
-    "parts": {"recompute_granularity": "selective", "recompute_modules": ["moe_act", "layernorm"]},
+    "parts": {"recompute_granularity": "selective", "recompute_modules": ["layernorm"]},
     "offloaded layers": {"cpu_offloading_num_layers": 1, "min_offloaded_tensor_size": 1},
     "offloaded parts": {
         "fine_grained_activation_offloading": True,
-        "offload_modules": ["core_attn", "expert_fc1", "attn_norm"],
+        "offload_modules": ["core_attn", "expert_fc1", "moe_act", "attn_norm"],
         "min_offloaded_tensor_size": 1,
         "recompute_granularity": "selective",
-        "recompute_modules": ["moe_act"],
+        "recompute_modules": ["layernorm"],
     },
 }
 # The forwards of a step, F and its number, and the backwards, B. N is a forward under no_grad, D one that is dropped.

@@ -6,15 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.live_bytes import LiveBytes
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_submodules, get_mlp_module_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.activation_offload import plan_offload
 from megatron.core.transformer.offload_config import OffloadConfig
 from megatron.core.transformer.recompute import LayerRecompute, may_draw, plan_recompute
 from megatron.core.transformer.recompute_config import RecomputeConfig
+from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from tests.unit_tests.core.models.small_models import LATENT, LLAMA_LIKE, gradients, loss_of, small_config, small_model
 
@@ -57,12 +60,12 @@ SAVERS: list[tuple[dict[str, Any], dict[str, Any]]] = [
     (DENSE, full("block", 2)),
     (DENSE, {"recompute_activations": True}),
     (DENSE, selective("layernorm", "mlp")),
-    (MOE, selective("layernorm", "moe_act", "shared_experts", "core_attn")),
+    (MOE, selective("layernorm", "shared_experts", "core_attn")),
     (MOE, selective("mlp", "moe", "layernorm")),
     (MOE, {"moe_layer_recompute": True}),
     (MOE, offload(*OF_ATTENTION, "expert_fc1", "moe_act")),
     (DENSE, offload(*OF_ATTENTION, activation_offload_fraction=0.5)),
-    (MOE, offload("attn_norm", "core_attn", "moe_act", **selective("layernorm", "moe_act", "core_attn"))),
+    (MOE, offload("attn_norm", "core_attn", "moe_act", **selective("layernorm", "core_attn"))),
     (MOE, WHOLE_LAYERS),
     (DENSE, WHOLE_LAYERS),
     (OF_LATENTS, selective("mla_up_proj", "core_attn", "layernorm")),
@@ -132,17 +135,59 @@ def test_recompute_keeps_the_bytes_it_should() -> None:
         assert live_bytes(**full("block", count)) == plain - count * (layer - HIDDEN_BYTES)
     # The outputs of two norms, and their statistics [S, B]: a mean and a reciprocal deviation each.
     assert live_bytes(**selective("layernorm")) == plain - NUM_LAYERS * 2 * (HIDDEN_BYTES + 2 * HIDDEN_BYTES // 32)
-    # Tensors between the feed-forward layer's input and output: fc1's output with its bias, and the activation.
-    assert live_bytes(**selective("mlp")) == plain - NUM_LAYERS * 2 * HIDDEN_BYTES * 48 // 32
+    # What the feed-forward layer saves in addition to its input: fc1's output with its bias.
+    assert live_bytes(**selective("mlp")) == plain - NUM_LAYERS * HIDDEN_BYTES * 48 // 32
     latent = {**OF_LATENTS, **NOTHING_DRAWN}
     # Queries and keys of 4 heads, the normalized latents, and their statistics. The attention kernel saves values
     # padded to the width of keys.
     dropped = NUM_LAYERS * HIDDEN_BYTES * (4 * (10 + 10) + (12 + 1) + (10 + 1)) // 32
     assert live_bytes(**latent, **selective("mla_up_proj")) == live_bytes(**latent) - dropped
     moe = {**MOE, "moe_layer_freq": 1, "hidden_dropout": 0.0, "attention_dropout": 0.0}
-    act = NUM_LAYERS * 2 * HIDDEN_BYTES * 48 // 32  # two rows per token
-    assert live_bytes(**moe, **selective("moe_act")) == live_bytes(**moe) - act
-    assert live_bytes(**moe, **selective("moe")) < live_bytes(**moe) - 2 * act
+    # Two rows per token: each saves x and gate_up, in addition to the layer's input.
+    rows = NUM_LAYERS * 2 * HIDDEN_BYTES * (32 + 2 * 48) // 32
+    assert live_bytes(**moe, **selective("moe")) < live_bytes(**moe) - rows
+
+
+# Feed-forward layers of hidden size 32 and width 48, by the module that is measured.
+FEED_FORWARD: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "sequential": {"moe_grouped_gemm": False},
+    "dropless": {"moe_grouped_gemm": True},
+    "static": {"moe_grouped_gemm": True, "moe_expert_rank_capacity_factor": 4.0},
+    "shared": {"moe_shared_expert_intermediate_size": 48},
+}
+
+
+def saved_row_bytes(kind: str, *, dtype: torch.dtype, **fields: Any) -> float:
+    """Returns the bytes per row, without routing weights, that a feed-forward layer saves besides its parameters."""
+    num_experts = None if kind == "dense" else 4
+    config = small_config(**FEED_FORWARD[kind], **fields, num_moe_experts=num_experts, params_dtype=dtype)
+    layer = build_module(get_mlp_module_spec(False, num_experts, config.moe_grouped_gemm), config=config)
+    rows, counts = torch.randn(12, 1, 32, dtype=dtype).requires_grad_(), torch.tensor([5, 0, 4, 3])
+    run = {"dense": layer, "shared": getattr(layer, "shared_experts", None)}.get(kind)
+    own = {parameter.data_ptr() for parameter in layer.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in own and tensor.dim() > 1:
+            saved[tensor.data_ptr()] = tensor.nbytes
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        if run is not None:
+            run(rows)
+        else:
+            layer.experts(rows.flatten(0, 1), counts, torch.rand(12).requires_grad_())
+    return sum(saved.values()) / 12
+
+
+@pytest.mark.parametrize("kind", FEED_FORWARD)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_result_of_the_activation_is_not_saved(kind: str, dtype: torch.dtype) -> None:
+    hidden, ffn = 32, 48
+    assert saved_row_bytes(kind, dtype=dtype, **LLAMA_LIKE) == dtype.itemsize * (hidden + 2 * ffn)
+    plain = {"add_bias_linear": False, "activation_func": F.gelu}
+    assert saved_row_bytes(kind, dtype=dtype, **plain) == dtype.itemsize * (hidden + ffn)
 
 
 class Forbidden:
@@ -157,7 +202,7 @@ NOTHING_DRAWN: dict[str, Any] = {"hidden_dropout": 0.0, "attention_dropout": 0.0
 DRAWERS: list[tuple[dict[str, Any], dict[str, Any], bool]] = [
     (full("block", 2), {}, False),
     (selective("core_attn", "moe", "layernorm"), {}, False),
-    (selective("moe_act", "shared_experts"), {"moe_input_jitter_eps": 0.1, "hidden_dropout": 0.1}, False),
+    (selective("shared_experts"), {"moe_input_jitter_eps": 0.1, "hidden_dropout": 0.1}, False),
     (full("uniform", 3), {"moe_input_jitter_eps": 0.1}, True),
     (full("block", 1), {"hidden_dropout": 0.1}, True),
     (selective("moe"), {"moe_input_jitter_eps": 0.1}, True),
@@ -211,10 +256,11 @@ def test_plans_are_decided_layer_by_layer() -> None:
         (full("uniform", 2), [LayerRecompute(segment=number) for number in (0, 0, 1, 1, 2)]),
         (full("block", 2), [LayerRecompute(segment=number) for number in (0, 1, None, None, None)]),
         (
-            selective("mlp", "moe_act", "core_attn"),
-            [modules("mlp", "core_attn"), *[modules("moe_act", "core_attn")] * 4],
+            selective("mlp", "shared_experts", "core_attn"),
+            [modules("mlp", "core_attn"), *[modules("shared_experts", "core_attn")] * 4],
         ),
-        (selective("moe", "moe_act", "shared_experts"), [modules(), *[modules("moe")] * 4]),
+        (selective("moe", "shared_experts"), [modules(), *[modules("moe")] * 4]),
+        (selective("moe_act"), [modules()] * 5),
     ]
     for fields, plan in plans:
         assert plan_recompute(RecomputeConfig(**fields), [False, True, True, True, True]) == plan

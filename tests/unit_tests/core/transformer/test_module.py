@@ -42,7 +42,7 @@ def test_a_part_is_called_by_the_layers_runner_with_the_bound_method_and_its_arg
     assert layer.compute.__name__ == "compute" and layer.compute.__doc__ == "Multiplies x by the factor. x: [T], fp32."
 
 
-@pytest.mark.parametrize("name", ["mpl", "moe_act"])
+@pytest.mark.parametrize("name", ["mpl", "attn_norm"])
 def test_a_name_that_is_no_part_or_needs_a_release_is_refused_when_the_class_is_defined(name: str) -> None:
     with pytest.raises(ValueError, match=f"part is '{name}': must be one of attn, .*shared_experts"):
         part(name)

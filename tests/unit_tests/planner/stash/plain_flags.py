@@ -9,7 +9,6 @@ FLAGS = StashFlags(
     moe_ffn_hidden_size=32,
     gated_linear_unit=True,
     expert_tensor_parallel_size=1,
-    recompute_modules=None,
     lora_rank=None,
     lora_target_modules=[],
     params_dtype=torch.float32,

@@ -23,7 +23,7 @@ SPECS = tuple(
         (16, Priority.INPUT, 1),
         (4, Priority.INPUT, 1),
         (48, Priority.GATE_UP, 1),
-        (24, Priority.ACT, 4),
+        (24, Priority.GATE_UP, 4),
     )
 )
 
@@ -53,17 +53,15 @@ def test_simulated_pools_equal_single_pools() -> None:
     assert min(lacked[counter] for counter in found.counters) > 0
 
 
-def _at(found: PoolOutcomes, step: int, rank: int) -> tuple[dict[Counter, int], dict[Priority, int]]:
-    counters, dropped_rows = (
-        {name: int(of[step, rank]) for name, of in of_all.items()} for of_all in (found.counters, found.dropped_rows)
-    )
-    return {**dict.fromkeys(Counter, 0), **counters}, dropped_rows
+def _at(found: PoolOutcomes, step: int, rank: int) -> tuple[dict[Counter, int], int]:
+    counters = {name: int(of[step, rank]) for name, of in found.counters.items()}
+    return {**dict.fromkeys(Counter, 0), **counters}, int(found.dropped_rows[step, rank])
 
 
 def _alone(
     moves: Sequence[PageMove], rows: dict[GroupKey, int], *, layout: PoolLayout, table: np.ndarray
-) -> tuple[dict[Counter, int], dict[Priority, int]]:
-    pool, dropped = PoolModel(layout), {Priority.GATE_UP: 0, Priority.ACT: 0}
+) -> tuple[dict[Counter, int], int]:
+    pool, dropped = PoolModel(layout), 0
     for move in moves:
         if not move.is_taken:
             pool.release(move.group)
@@ -71,6 +69,6 @@ def _alone(
         first, second, third = (int(pages) for pages in table[move.forward_index])
         got = pool.plan(move.group, SPECS, num_rows=rows[move.group], reserve=(first, second, third))
         for spec, tensor in zip(SPECS, got):
-            if tensor.dropped and spec.priority in dropped:
-                dropped[spec.priority] += rows[move.group]
+            if tensor.dropped and spec.priority is Priority.GATE_UP:
+                dropped += rows[move.group]
     return pool.counters, dropped

@@ -40,6 +40,7 @@ def saved(tmp_path_factory):
         ("train_state.learned_sizes.rows_share", {"x": 1.0}),
         ("train_state.learned_sizes.capacity_factor", "1"),
         ("train_state.learned_sizes.expert_ranks", 0.5),
+        ("train_state.learned_sizes.row_bytes", -1),
     ],
 )
 def test_a_value_of_another_type_is_named_before_anything_is_loaded(saved, place, value):

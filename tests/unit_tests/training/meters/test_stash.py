@@ -35,9 +35,11 @@ from tests.unit_tests.training.small_reports import STEP
 
 FLAGS = "--num-layers 5 --hidden-size 8 --num-attention-heads 2 --log-interval 3"
 RUN_CONFIG = run_config_of(parse_args(argv=FLAGS.split()))
-SPECS = tuple(TensorSpec(width, width, 150, priority) for width, priority in zip((64, 128, 64), Priority))
+SPECS = tuple(
+    TensorSpec(width, width, 150, priority) for width, priority in ((64, Priority.INPUT), (128, Priority.GATE_UP))
+)
 HIGH_WATERS = (Counter.HIGH_WATER_DEVICE, Counter.HIGH_WATER_HOST)
-COUNTED = (Counter.SPILLED_PAGES, Counter.PLANNED_PAGES, Counter.DROPPED_GATE_UP, Counter.DROPPED_ACT)
+COUNTED = (Counter.SPILLED_PAGES, Counter.PLANNED_PAGES, Counter.DROPPED_GATE_UP)
 LAYERS = ([[1, 2]], [[4, 5]])
 
 
@@ -114,11 +116,7 @@ def counted(steps: list[StepFigures]) -> list[int]:
 
 
 def rungs_of(ranks: list[list[StepFigures]], steps: range) -> dict[str, list[int]]:
-    counters = {
-        "spilled_pages": Counter.SPILLED_PAGES,
-        "dropped_act": Counter.DROPPED_ACT,
-        "dropped_gate_up": Counter.DROPPED_GATE_UP,
-    }
+    counters = {"spilled_pages": Counter.SPILLED_PAGES, "dropped_gate_up": Counter.DROPPED_GATE_UP}
     found = {
         name: [sum(of_rank[step].counters[counter] for of_rank in ranks) for step in steps]
         for name, counter in counters.items()
@@ -139,9 +137,9 @@ def test_a_report_covers_all_ranks_and_steps_since_the_last() -> None:
         assert (report.balanced_rows, report.buffer_rows, pool.factor) == (100, 150, 60 / 50)
         torch.testing.assert_close(report.factors_needed, tuple(factors), rtol=1e-5, atol=0)
         assert pool.factors_needed == tuple((100 + step + 1) / 50 for step in steps)
-        to_keep_all = [pages_to_keep_all(step) - 10 for step in own if any(step.counters[one] for one in COUNTED[2:])]
+        to_keep_all = [pages_to_keep_all(step) - 10 for step in own if step.counters[Counter.DROPPED_GATE_UP]]
         assert pool.factor_to_keep_all == max(to_keep_all) / 50 > pool.factor
-        assert [pool.spilled_pages, pool.planned_pages, pool.dropped_gate_up, pool.dropped_act] == counted(own)
+        assert [pool.spilled_pages, pool.planned_pages, pool.dropped_gate_up] == counted(own)
         assert report.rungs == rungs_of(ranks, steps) != {}
         assert pool.tail_bytes == 2 * sum(step + 1 for step in steps)
         fullest = max(own, key=held_at_most)
@@ -171,7 +169,7 @@ def tensors_dropped(step: StepFigures, *, num_pages: int) -> int:
             pool.plan(move.group, step.specs, num_rows=rows[move.group], reserve=reserve)
         else:
             pool.release(move.group)
-    return sum(pool.counters[counter] for counter in (Counter.VOID, Counter.DROPPED_GATE_UP, Counter.DROPPED_ACT))
+    return pool.counters[Counter.VOID] + pool.counters[Counter.DROPPED_GATE_UP]
 
 
 def test_the_smallest_pool_that_keeps_all_drops_a_tensor_with_one_page_less() -> None:
@@ -186,7 +184,7 @@ def test_the_smallest_pool_that_keeps_all_drops_a_tensor_with_one_page_less() ->
 
 def pool_report(**fields: Any) -> PoolReport:
     pool = reports_of_rank([[figures_of_step(0, step)[0] for step in range(1, 6)]], 0)[2].pool
-    counts = {"spilled_pages": 0, "dropped_gate_up": 0, "dropped_act": 0, "factor": 1.1}
+    counts = {"spilled_pages": 0, "dropped_gate_up": 0, "factor": 1.1}
     return replace(pool, **{**counts, "factor_to_keep_all": 0.0, "factors_needed": (1.271, 1.0), **fields})
 
 
@@ -195,32 +193,32 @@ def pool_report(**fields: Any) -> PoolReport:
     [
         ({}, ""),
         (
-            {"dropped_act": 89, "factor_to_keep_all": 1.2701},
-            "act recomputed 89 times, too few pages (factor needed 1.28, given 1.10)",
+            {"dropped_gate_up": 89, "factor_to_keep_all": 1.2701},
+            "gate_up recomputed 89 times, too few pages (factor needed 1.28, given 1.10)",
         ),
         (
-            {"dropped_act": 9, "dropped_gate_up": 1, "factor_to_keep_all": 1.5},
-            "act recomputed 9 times, gate_up recomputed 1 time, too few pages (factor needed 1.50, given 1.10)",
+            {"dropped_gate_up": 1, "factor_to_keep_all": 1.5},
+            "gate_up recomputed 1 time, too few pages (factor needed 1.50, given 1.10)",
         ),
         ({"spilled_pages": 4}, "4 pages spilled to the host, too few pages (factor needed 1.28, given 1.10)"),
         (
-            {"dropped_act": 2, "factor_to_keep_all": 0.8, "device_pages": 0, "factor": 0.0},
-            "act recomputed 2 times, too few pages (factor needed 0.80)",
+            {"dropped_gate_up": 2, "factor_to_keep_all": 0.8, "device_pages": 0, "factor": 0.0},
+            "gate_up recomputed 2 times, too few pages (factor needed 0.80)",
         ),
         (
-            {"spilled_pages": 4, "dropped_act": 2, "factor_to_keep_all": 1.15},
-            "4 pages spilled to the host, act recomputed 2 times, too few pages (factor needed 1.28, given 1.10)",
+            {"spilled_pages": 4, "dropped_gate_up": 2, "factor_to_keep_all": 1.15},
+            "4 pages spilled to the host, gate_up recomputed 2 times, too few pages (factor needed 1.28, given 1.10)",
         ),
         # A step with an unknown order, in a pool with enough pages for all of it.
-        ({"dropped_act": 2, "factor_to_keep_all": 0.95}, "act recomputed 2 times"),
-        ({"dropped_act": 2, "device_pages": 0, "factor": 0.0}, "act recomputed 2 times"),
+        ({"dropped_gate_up": 2, "factor_to_keep_all": 0.95}, "gate_up recomputed 2 times"),
+        ({"dropped_gate_up": 2, "device_pages": 0, "factor": 0.0}, "gate_up recomputed 2 times"),
         (
             {"spilled_pages": 1, "dropped_gate_up": 1},
             "1 page spilled to the host, too few pages (factor needed 1.28, given 1.10), gate_up recomputed 1 time",
         ),
         (
-            {"dropped_act": 2, "factor": 1.0999, "factor_to_keep_all": 1.09995},
-            "act recomputed 2 times, too few pages (factor needed 1.09995, given 1.09990)",
+            {"dropped_gate_up": 2, "factor": 1.0999, "factor_to_keep_all": 1.09995},
+            "gate_up recomputed 2 times, too few pages (factor needed 1.09995, given 1.09990)",
         ),
     ],
 )
@@ -264,7 +262,7 @@ def test_steps_that_recomputed_for_another_reason_get_no_factor_and_no_advice(un
         report = meter.measure(replace(STEP, iteration=iteration, notes=()))
         assert report.notes == ()
     assert report.stash is not None and report.stash.pool is not None
-    assert report.stash.pool.dropped_act > 0 == report.stash.pool.factor_to_keep_all
+    assert report.stash.pool.dropped_gate_up > 0 == report.stash.pool.factor_to_keep_all
 
 
 def test_a_run_that_ends_among_its_first_steps_gets_no_advice() -> None:
@@ -272,7 +270,7 @@ def test_a_run_that_ends_among_its_first_steps_gets_no_advice() -> None:
     meter = StashMeter(memory, RUN_CONFIG, device=torch.device("cpu"))
     memory.last_step = figures_of_step(0, 1, device_pages=30, host_pages=0)[0]
     report = meter.measure(replace(STEP, iteration=20, is_last=True, notes=()))
-    assert report.stash is not None and report.stash.pool is not None and report.stash.pool.dropped_act > 0
+    assert report.stash is not None and report.stash.pool is not None and report.stash.pool.dropped_gate_up > 0
     assert report.notes == ()
 
 

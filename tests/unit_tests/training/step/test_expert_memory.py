@@ -92,9 +92,9 @@ class Toy:
     [
         ({}, 1, set()),
         ({"moe_paged_stash_buffer_size_factor_cuda": 0.0, "moe_paged_stash_buffer_size_factor_cpu": 1.0}, 1, set()),
-        ({"moe_paged_stash_buffer_size_factor_cuda": 0.8}, 1, {Counter.DROPPED_ACT}),
-        ({"moe_paged_stash_buffer_size_factor_cuda": 0.3}, 1, {Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP}),
-        ({"moe_paged_stash_buffer_size_factor_cuda": 0.1}, 2, {Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP}),
+        ({"moe_paged_stash_buffer_size_factor_cuda": 0.8}, 1, {Counter.DROPPED_GATE_UP}),
+        ({"moe_paged_stash_buffer_size_factor_cuda": 0.3}, 1, {Counter.DROPPED_GATE_UP}),
+        ({"moe_paged_stash_buffer_size_factor_cuda": 0.1}, 2, {Counter.DROPPED_GATE_UP}),
         ({"moe_paged_stash_buffer_size_factor_cuda": 0.5, "moe_paged_stash_overflow_policy": "rerun"}, 2, set()),
         ({"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, 1, set()),
     ],
@@ -119,7 +119,7 @@ def test_gradients_are_those_of_whole_buffers_and_counts_those_of_the_plan(
     assert planned.counters == figures.counters
     assert {
         counter for counter in (Counter.DROPPED_ACT, Counter.DROPPED_GATE_UP) if figures.counters[counter]
-    } == dropped
+    } == dropped, "act is never stashed"
     assert toy.memory.stash is not None
     toy.memory.stash.pool.check_integrity_sync()
 
@@ -147,7 +147,7 @@ def test_a_stash_follows_what_runs_where_frozen_layers_keep_nothing() -> None:
     assert epochs == [(1, 1), (1, 1), (1, 2), (1, 2)]
     figures = toy.memory.last_step
     assert figures is not None
-    assert figures.counters[Counter.DROPPED_GATE_UP] == figures.counters[Counter.DROPPED_ACT] == 0
+    assert figures.counters[Counter.DROPPED_GATE_UP] == 0
     assert figures.counters[Counter.PLANNED_PAGES] > 0
 
 
@@ -235,6 +235,21 @@ def test_the_first_steps_of_a_resumed_run_reserve_as_the_steps_before_its_checkp
         assert toy.memory.stash is not None and toy.step() == 1
         shares.append(toy.memory.stash.reserved_share)
     assert shares == [0.75] * (RESERVE_STEPS - 1) + [0.25] * 2
+
+
+def test_a_resumed_run_uses_grown_pools_only_for_rows_of_the_same_size() -> None:
+    toy = Toy.of()
+    assert toy.memory.stash is not None
+    configured = toy.memory.stash.pool.layout.device_pages
+    own = toy.memory.learned_sync()
+    assert own.row_bytes == 4 * (32 + 1 + 2 * 48)
+    for row_bytes in (0, own.row_bytes + 4 * 48, own.row_bytes):
+        learned = LearnedSizes(device_factor=2.2, rows_share={2: 1.0}, expert_ranks=1, row_bytes=row_bytes)
+        lines = toy.memory.prepare(learned, num_microbatches=2, pp_group=None)
+        is_used = row_bytes == own.row_bytes
+        assert toy.memory.stash.pool.layout.device_pages == (2 * configured if is_used else configured)
+        assert sum("pools start with the configured sizes" in line for line in lines) == (not is_used)
+        assert toy.memory.learned_sync().rows_share == {2: 1.0}
 
 
 def test_a_step_without_pages_is_an_error_where_the_policy_says_so() -> None:

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     COUNTER_OF_DROPPED,
+    LEAST_IMPORTANT,
     Counter,
     PagesByPriority,
     PoolLayout,
@@ -36,8 +37,11 @@ def resident_groups(events: Sequence[StashEvent]) -> set[GroupKey]:
     return {first.group for first, second in pairs if first.kind is not second.kind and first.group == second.group}
 
 
-def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority = Priority.ACT) -> int:
-    """Returns the peak page count of all tensors at least as important as `up_to`, if each of them receives pages."""
+def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority = LEAST_IMPORTANT) -> int:
+    """Returns the peak page count of all tensors at least as important as `up_to`, if each of them receives pages.
+
+    By default, these are all tensors.
+    """
     passes, groups = _passes(events)
     held = peak = 0
     for forward, rank in passes:

@@ -24,6 +24,10 @@ class Priority(enum.IntEnum):
     ACT = 2  # recomputed from gate_up if dropped
 
 
+# Tensors up to this priority are all tensors.
+LEAST_IMPORTANT = max(Priority)
+
+
 class Tier(enum.Enum):
     """Kind of memory that contains a page. Kernels infer it from the page id; see [Note: pages]."""
 

@@ -15,6 +15,7 @@ import torch
 
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, footprint, peak_pages, resident_groups
 from megatron.core.transformer.moe.paged_stash.page_layout import (
+    LEAST_IMPORTANT,
     PagesByPriority,
     PoolLayout,
     Priority,
@@ -45,7 +46,6 @@ class StashSettings(Protocol):
     moe_ffn_hidden_size: int
     gated_linear_unit: bool
     expert_tensor_parallel_size: int
-    recompute_modules: list[str] | None
     lora_rank: int | None
     lora_target_modules: list[str]
     params_dtype: torch.dtype
@@ -69,10 +69,10 @@ class StepNeeds:
     balanced_rows: int
     page_bytes: int
 
-    def pages(self, rows: RowsOf, *, up_to: Priority = Priority.ACT) -> int:
+    def pages(self, rows: RowsOf, *, up_to: Priority = LEAST_IMPORTANT) -> int:
         """Returns the peak page count if every tensor at least as important as `up_to` receives pages.
 
-        rows: returns the live rows of a group.
+        rows: returns the live rows of a group. up_to: by default, all tensors receive pages.
         """
         unit = PoolLayout(self.page_bytes, device_pages=1)
 
@@ -122,10 +122,9 @@ def step_needs(config: StashSettings, events: Sequence[StashEvent], *, max_rows:
 
 
 def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
-    """Returns specs of the tensors that a layer's experts save for `rows` rows: x, routing weights, gate_up and act.
+    """Returns specs of the tensors that a layer's experts save for `rows` rows: x, routing weights and gate_up.
 
-    Routing weights are fp32. act is not saved if moe_act is recomputed, or if fc2 is frozen and has no adapter. Each
-    adapter also saves its input rows times its first matrix.
+    Routing weights are fp32. Each adapter also saves its input rows times its first matrix.
     """
     itemsize = config.params_dtype.itemsize
     ffn = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
@@ -134,13 +133,9 @@ def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
         (torch.float32.itemsize, Priority.INPUT),
         (ffn * (2 if config.gated_linear_unit else 1) * itemsize, Priority.GATE_UP),
     ]
-    adapted = [] if config.lora_rank is None else config.lora_target_modules
-    reads_act = config.lora_rank is None or "linear_fc2" in adapted
-    if reads_act and "moe_act" not in (config.recompute_modules or []):
-        widths.append((ffn * itemsize, Priority.ACT))
     if config.lora_rank is not None:
         low = (config.lora_rank * itemsize, Priority.INPUT)
-        widths += [low for name in ("linear_fc1", "linear_fc2") if name in adapted]
+        widths += [low for name in ("linear_fc1", "linear_fc2") if name in config.lora_target_modules]
     return tuple(TensorSpec(width, width, rows, priority) for width, priority in widths)
 
 
@@ -159,7 +154,7 @@ class LearnedSizes:
     capacity_factor: grown moe_expert_rank_capacity_factor. device_factor, host_factor: grown pool sizes relative to the
     pages of balanced passes. None means not grown. rows_share: for each layer number, from 1, the largest number of
     rows of a pass on any rank, relative to a balanced pass. expert_ranks: number of ranks that shared the experts; 0 if
-    unknown.
+    unknown. row_bytes: bytes of one row in pages, over all tensors; 0 if unknown.
     """
 
     capacity_factor: float | None = None
@@ -167,6 +162,7 @@ class LearnedSizes:
     host_factor: float | None = None
     rows_share: Mapping[int, float] = field(default_factory=dict)
     expert_ranks: int = 0
+    row_bytes: int = 0
 
     def merged(self, other: "LearnedSizes") -> "LearnedSizes":
         """Returns the maximum of each size, e.g. over two ranks or two steps of one run."""
@@ -178,17 +174,22 @@ class LearnedSizes:
             _larger(self.host_factor, other.host_factor),
             shares,
             max(self.expert_ranks, other.expert_ranks),
+            max(self.row_bytes, other.row_bytes),
         )
 
-    def for_expert_ranks(self, expert_ranks: int) -> "LearnedSizes":
-        """Returns the sizes that remain valid if expert_ranks ranks share the experts.
+    def valid_for(self, *, expert_ranks: int, row_bytes: int) -> "LearnedSizes":
+        """Returns the sizes that remain valid if expert_ranks ranks share the experts and a row has row_bytes bytes.
 
         With fewer ranks than before, a rank's share is a mean of known shares, and therefore at most the largest known
         share. With more ranks, the share of a single rank is unknown, and shares are measured from scratch.
+
+        Pool factors are relative to the pages of balanced passes. With rows of another size, the tensors that must have
+        pages are another share of these pages, and pools grow from scratch.
         """
         is_known = 0 < expert_ranks <= self.expert_ranks
         shares = self.rows_share if is_known else {}
-        return LearnedSizes(self.capacity_factor, self.device_factor, self.host_factor, shares, expert_ranks)
+        pools = (self.device_factor, self.host_factor) if row_bytes == self.row_bytes else (None, None)
+        return LearnedSizes(self.capacity_factor, *pools, shares, expert_ranks, row_bytes)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the sizes as JSON values."""
@@ -209,9 +210,10 @@ class LearnedSizes:
         factors = [known.get(name) for name in ("capacity_factor", "device_factor", "host_factor")]
         for number in (*shares.values(), *factors):
             _check_size(number)
-        ranks = known.get("expert_ranks", 0)
-        if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 0:
-            raise ValueError(f"learned_sizes.expert_ranks is {ranks!r:.80}: must be an integer, 0 or more")
+        for name in ("expert_ranks", "row_bytes"):
+            count = known.get(name, 0)
+            if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+                raise ValueError(f"learned_sizes.{name} is {count!r:.80}: must be an integer, 0 or more")
         return cls(**{**known, "rows_share": shares})
 
 
@@ -295,26 +297,32 @@ def expected_share(most_share: float, *, balanced_rows: int, max_rows: int) -> f
     return min(_ALMOST_ALL, max(1.0, most_share) * balanced_rows / max_rows)
 
 
-def learned_lines(config: StashSettings, learned: LearnedSizes) -> list[str]:
-    """Returns log lines for settings that a resumed run exceeds because sizes grew before the checkpoint."""
+def learned_lines(config: StashSettings, learned: LearnedSizes, *, valid: LearnedSizes) -> list[str]:
+    """Returns log lines about the sizes that a resumed run uses, and about pool sizes that it does not use.
+
+    learned: sizes from the checkpoint. valid: the part of them that is valid in this run.
+    """
     # Growth may exceed a size given in bytes. A disabled tier does not grow.
     device = config.moe_paged_stash_buffer_size_factor_cuda or math.inf
     host = config.moe_paged_stash_buffer_size_factor_cpu or math.inf
     sizes = (
-        ("moe_expert_rank_capacity_factor", config.moe_expert_rank_capacity_factor or 0.0, learned.capacity_factor),
+        ("moe_expert_rank_capacity_factor", config.moe_expert_rank_capacity_factor or 0.0, valid.capacity_factor),
         (
             "moe_paged_stash_buffer_size_factor_cuda",
             device if config.moe_paged_stash_buffer_bytes is None else 0.0,
-            learned.device_factor,
+            valid.device_factor,
         ),
-        ("moe_paged_stash_buffer_size_factor_cpu", host, learned.host_factor),
+        ("moe_paged_stash_buffer_size_factor_cpu", host, valid.host_factor),
     )
-    return [
+    lines = [
         f"{name}: grew to {grown:.4g} before the checkpoint, and this run uses the grown value; set a larger value to "
         "override it"
         for name, asked, grown in sizes
         if grown is not None and grown > asked
     ]
+    if (learned.device_factor, learned.host_factor) != (valid.device_factor, valid.host_factor):
+        lines.append("pools start with the configured sizes: the checkpoint's were learned for rows with other tensors")
+    return lines
 
 
 def check_effect(stages: Iterable[Sequence[StashEvent]]) -> None:

@@ -20,7 +20,6 @@ from tests.unit_tests.core.transformer.moe.small_experts import (
 
 KINDS: dict[str, dict[str, Any]] = {
     "dynamic": {},
-    "act again": {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]},
     "static": {"moe_expert_rank_capacity_factor": 4.0},
 }
 

@@ -61,7 +61,7 @@ def needs_of(config: TransformerConfig, events: list[StashEvent]) -> StepNeeds:
     return step_needs(config, events, max_rows=FULL, balanced_rows=BALANCED)
 
 
-def walked_peak(events: list[StashEvent], rows: dict[str, int], *, widths: tuple[int, ...] = (128, 4, 384, 192)) -> int:
+def walked_peak(events: list[StashEvent], rows: dict[str, int], *, widths: tuple[int, ...] = (128, 4, 384)) -> int:
     held: dict[tuple[str, int], int] = {}
     peak = 0
     for event, following in zip(events, [*events[1:], None]):
@@ -101,7 +101,7 @@ def test_tiers_are_multiples_of_the_need_of_the_step(
             assert layout == PoolLayout(PAGE, device, host)
 
 
-def test_bytes_overrule_the_factor_and_recomputed_act_takes_no_pages() -> None:
+def test_bytes_overrule_the_factor() -> None:
     (events,) = events_of(1, 3, 2)
     config = settings(cuda=0.0, moe_paged_stash_buffer_bytes=10 * PAGE + 5)
     layout = pool_layout(config, needs_of(config, events), learned=LearnedSizes())
@@ -109,20 +109,23 @@ def test_bytes_overrule_the_factor_and_recomputed_act_takes_no_pages() -> None:
     absurd = settings(cpu=1e9)
     with pytest.raises(ValueError, match="factor_cpu requests .* pages of 8192 bytes: must be fewer than 2..31; even"):
         pool_layout(absurd, needs_of(absurd, events), learned=LearnedSizes())
-    config = settings(recompute_granularity="selective", recompute_modules=["moe_act"])
-    assert [spec.priority for spec in expert_specs(config, rows=7)] == [
-        Priority.INPUT,
-        Priority.INPUT,
-        Priority.GATE_UP,
-    ]
-    # Frozen weights do not read act. Adapters do, and save their narrow rows.
+
+
+def test_a_row_in_pages_is_x_its_weight_gate_up_and_the_rows_of_adapters() -> None:
+    of_parts = settings(recompute_granularity="selective", recompute_modules=["moe_act"])
+    for config in (settings(), of_parts):
+        assert [(spec.row_bytes, spec.priority) for spec in expert_specs(config, rows=7)] == [
+            (128, Priority.INPUT),
+            (4, Priority.INPUT),
+            (384, Priority.GATE_UP),
+        ]
     of_fc1, of_both = (
         settings(lora_rank=4, lora_target_modules=["linear_fc1", *more]) for more in ([], ["linear_fc2"])
     )
     assert [spec.row_bytes for spec in expert_specs(of_fc1, rows=7)] == [128, 4, 384, 16]
-    assert [spec.row_bytes for spec in expert_specs(of_both, rows=7)] == [128, 4, 384, 192, 16, 16]
+    assert [spec.row_bytes for spec in expert_specs(of_both, rows=7)] == [128, 4, 384, 16, 16]
     config = settings(expert_tensor_parallel_size=2, expert_model_parallel_size=2, num_attention_heads=2)
-    assert [spec.row_bytes for spec in expert_specs(config, rows=7)] == [128, 4, 192, 96]
+    assert [spec.row_bytes for spec in expert_specs(config, rows=7)] == [128, 4, 192]
 
 
 def test_pools_grow_until_full_buffers_fit_and_a_resumed_run_starts_with_the_grown_one() -> None:
@@ -147,15 +150,16 @@ def test_pools_grow_until_full_buffers_fit_and_a_resumed_run_starts_with_the_gro
 
 
 def test_learned_sizes_are_those_of_all_ranks_and_shares_end_where_experts_are_spread_further() -> None:
-    one = LearnedSizes(capacity_factor=3.0, rows_share={1: 1.5, 2: 1.0}, expert_ranks=4)
-    two = LearnedSizes(device_factor=1.4, rows_share={2: 2.0, 7: 1.1}, expert_ranks=4)
+    one = LearnedSizes(capacity_factor=3.0, rows_share={1: 1.5, 2: 1.0}, expert_ranks=4, row_bytes=516)
+    two = LearnedSizes(device_factor=1.4, rows_share={2: 2.0, 7: 1.1}, expert_ranks=4, row_bytes=516)
     both = one.merged(two)
-    assert both == two.merged(one) == LearnedSizes(3.0, 1.4, None, {1: 1.5, 2: 2.0, 7: 1.1}, 4)
+    assert both == two.merged(one) == LearnedSizes(3.0, 1.4, None, {1: 1.5, 2: 2.0, 7: 1.1}, 4, 516)
     assert LearnedSizes.from_json({**json.loads(json.dumps(both.to_json())), "of_a_later_version": 1}) == both
     assert LearnedSizes.from_json(None) == LearnedSizes()
-    assert both.for_expert_ranks(4) == both and both.for_expert_ranks(2).rows_share == both.rows_share
-    assert both.for_expert_ranks(8) == LearnedSizes(3.0, 1.4, None, {}, 8)
-    lines = learned_lines(settings(moe_expert_rank_capacity_factor=3.5), both)
+    assert both.valid_for(expert_ranks=4, row_bytes=516) == both
+    assert both.valid_for(expert_ranks=2, row_bytes=516).rows_share == both.rows_share
+    assert both.valid_for(expert_ranks=8, row_bytes=516) == LearnedSizes(3.0, 1.4, None, {}, 8, 516)
+    lines = learned_lines(settings(moe_expert_rank_capacity_factor=3.5), both, valid=both)
     assert (
         len(lines) == 1 and lines[0].startswith("moe_paged_stash_buffer_size_factor_cuda: ") and "to 1.4 " in lines[0]
     )
@@ -164,9 +168,32 @@ def test_learned_sizes_are_those_of_all_ranks_and_shares_end_where_experts_are_s
         ({"cuda": 2.0}, 1),
         ({"moe_paged_stash_buffer_bytes": PAGE}, 2),
     ):
-        assert len(learned_lines(settings(**fields), both)) == count
+        assert len(learned_lines(settings(**fields), both, valid=both)) == count
     assert [capacity_factor(flag, both) for flag in (2.0, 3.5)] == [3.0, 3.5]
     assert capacity_factor(2.0, LearnedSizes()) == 2.0
+
+
+# Saved by a run at commit 50a2af34, whose pages also held act, and which did not record the size of a row.
+SIZES_WITH_ACT = """
+    {"capacity_factor": 1.3, "device_factor": 1.7, "host_factor": null, "rows_share": {"1": 1.5, "2": 1.0},
+     "expert_ranks": 4}
+"""
+
+
+def test_pools_learned_for_other_rows_are_learned_from_scratch_and_all_else_stays() -> None:
+    old = LearnedSizes.from_json(json.loads(SIZES_WITH_ACT))
+    assert old == LearnedSizes(1.3, 1.7, None, {1: 1.5, 2: 1.0}, 4, row_bytes=0)
+    valid = old.valid_for(expert_ranks=4, row_bytes=516)
+    assert valid == LearnedSizes(1.3, None, None, {1: 1.5, 2: 1.0}, 4, row_bytes=516)
+    config = settings(moe_expert_rank_capacity_factor=2.0)
+    lines = learned_lines(config, old, valid=valid)
+    assert lines == ["pools start with the configured sizes: the checkpoint's were learned for rows with other tensors"]
+    # Without grown pools nothing changes, and no line says so.
+    calm = LearnedSizes(rows_share={1: 1.5}, expert_ranks=4)
+    assert learned_lines(config, calm, valid=calm.valid_for(expert_ranks=4, row_bytes=516)) == []
+    grown = valid.merged(LearnedSizes(device_factor=1.7))
+    saved = LearnedSizes.from_json(json.loads(json.dumps(grown.to_json())))
+    assert saved.valid_for(expert_ranks=4, row_bytes=516) == grown
 
 
 def test_a_stash_that_never_keeps_anything_is_refused_in_the_whole_model_alone() -> None:
@@ -185,8 +212,8 @@ def test_the_line_for_the_log_says_gains_and_costs() -> None:
         layout = pool_layout(config, needs, learned=LearnedSizes())
         assert layout is not None
         own = stash_footprint(config, needs, layout=layout)
-        assert own.working_set_bytes == min(2, layers - 1) * FULL * 708
-        assert own.static_bytes == (layers - 1) * FULL * 708
+        assert own.working_set_bytes == min(2, layers - 1) * FULL * 516
+        assert own.static_bytes == (layers - 1) * FULL * 516
         assert word in gain_line(own, layout)
 
 
