@@ -295,7 +295,7 @@ def stash(page_bytes: int, num_tensors: int) -> None:
     ring = torch.empty(layout.num_pages, dtype=torch.int32)
     held = torch.empty(num_tensors, len(Held), dtype=torch.int64)
     ends = [torch.empty(2, dtype=torch.int64) for _ in range(2)]
-    numbers = {"layout": layout.encode(), "tensors": tensors}
+    numbers = {"layout": layout.numbers, "tensors": tensors}
     state: dict[str, Any] = {"table": table, "held": held, **numbers}
     one, three = (torch.empty(size, dtype=torch.int64) for size in (1, 3))
     counters = torch.empty(len(triton_kernels.Counter), dtype=torch.int64)

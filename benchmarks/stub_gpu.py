@@ -182,7 +182,7 @@ def gpu_paths() -> Iterator[None]:
     from megatron.core.fusions import gated_activation
     from megatron.core.tensor_parallel import weight_grads
     from megatron.core.transformer import norms
-    from megatron.core.transformer.moe import dispatch_static, experts, grouped_gemm
+    from megatron.core.transformer.moe import dispatch_static, expert_function, grouped_gemm
     from megatron.core.transformer.moe.grouped_gemm import ProductKernel
 
     def product_kernel(*_: object, is_recomputed: bool = False, **__: object) -> ProductKernel:
@@ -197,7 +197,7 @@ def gpu_paths() -> Iterator[None]:
 
     with (
         mock.patch.object(gated_activation, "has_kernel", lambda _: True),
-        mock.patch.object(experts, "product_kernel", product_kernel),
+        mock.patch.object(expert_function, "product_kernel", product_kernel),
         mock.patch.object(grouped_gemm, "product_kernel", product_kernel),
         mock.patch.object(grouped_gemm, "_adds_in_kernel", lambda _: True),
         mock.patch.object(dispatch_static, "rank_row_layout", layout),

@@ -1,14 +1,22 @@
 """PlainFunction and first_order: torch's autograd Function and once_differentiable with fewer Python calls a use.
 
 A layer calls about a dozen Functions in each micro-batch. On a GPU the host must launch them faster than they run.
+
+[Note: early saving] A Function's save_for_backward saves when the Function returns. A recomputed forward of
+torch.utils.checkpoint only provides saved tensors, and torch ends it once the last one is saved: after all of the
+Function's work. A long Function therefore passes its tensors to the active hooks on saved tensors itself, as soon as
+they exist (`packed`), and the rest of its forward is spared. Without hooks it saves them as usual.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import wraps
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.autograd.function import once_differentiable
+
+from megatron.core.device.torch_internals import active_hooks, graph_is_kept
 
 _Backward = Callable[..., Any]
 
@@ -38,3 +46,63 @@ def first_order(backward: _Backward) -> _Backward:
         return refusing(ctx, *grads) if torch.is_grad_enabled() else backward(ctx, *grads)
 
     return run
+
+
+class Packed(NamedTuple):
+    """What a hook on saved tensors returned for a tensor, and the hook that returns the tensor."""
+
+    content: Any
+    unpack: Callable[[Any], Tensor]
+
+
+def packed(*tensors: Tensor | None) -> list[Any]:
+    """Passes tensors, any shape and dtype, to the active hooks; without hooks, returns the tensors themselves.
+
+    See [Note: early saving]. The result is an argument of `unpacked`.
+    """
+    hooks = active_hooks()
+    if hooks is None:
+        return list(tensors)
+    pack, unpack = hooks
+    return [None if tensor is None else Packed(pack(tensor), unpack) for tensor in tensors]
+
+
+def unpacked(saved: list[Any]) -> list[Any]:
+    """Returns the tensors that were passed to `packed`, any shape and dtype, and None for None."""
+    return [one.unpack(one.content) if type(one) is Packed else one for one in saved]
+
+
+def save_early(ctx: Any, *tensors: Tensor | None) -> None:
+    """Saves tensors, any shape and dtype, for the backward of a Function, at once if hooks are active.
+
+    Call it once, in forward, before the Function's work. See [Note: early saving].
+    """
+    ctx.packed = None
+    if active_hooks() is None:
+        ctx.save_for_backward(*tensors)
+    else:
+        ctx.packed = packed(*tensors)
+
+
+def saved_early(ctx: Any) -> list[Any]:
+    """Returns the tensors that save_early saved. Call it once in each backward.
+
+    Raises RuntimeError in a second backward if the first did not retain the graph.
+    """
+    if ctx.packed is None:
+        return list(ctx.saved_tensors)
+    require_kept(ctx.packed)
+    tensors = unpacked(ctx.packed)
+    if not graph_is_kept():
+        # torch frees what save_for_backward saved, but not attributes, which live as long as the loss.
+        ctx.packed = []
+    return tensors
+
+
+def require_kept(saved: Collection[Any]) -> None:
+    """Raises RuntimeError if saved tensors, any shape and dtype, were freed by an earlier backward, and are empty."""
+    if not saved:
+        raise RuntimeError(
+            "backward of a function ran a second time, after the first freed its saved tensors: call the first "
+            "backward with retain_graph=True"
+        )

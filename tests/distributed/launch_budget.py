@@ -34,7 +34,7 @@ from unittest import mock
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from megatron.core.transformer.moe import dispatch_static, experts, grouped_gemm
+from megatron.core.transformer.moe import dispatch_static, expert_function, grouped_gemm
 from megatron.training.training import run_step
 from tests.distributed.tiny_runs import started_run
 from tests.distributed.walks import ROOT
@@ -51,9 +51,11 @@ PHASES = {
     rf"{MOE}/router\.py .*": "router",
     rf"{MOE}/(expert_step\.py record_demand|dispatch_static\.py (_demand_of_both|demand_on_\w+))": "demand",
     rf"{MOE}/dispatch(_static)?\.py (combine_preprocess|token_combine|combine_postprocess|_end)": "combine",
-    rf"{MOE}/dispatch_static\.py (order_rows|_begin|token_dispatch|dispatch_postprocess)": "dispatch",
-    rf"{MOE}/(experts|grouped_gemm|paged_stash/expert_ops)\.py .*": "experts",
-    rf"{MOE}/moe_layer\.py (_run_experts)": "experts",
+    rf"{MOE}/dispatch_static\.py (order_rows|order_received|_begin|token_dispatch|dispatch_postprocess)": "dispatch",
+    rf"{MOE}/expert_function\.py _dispatched\w*": "dispatch",
+    rf"{MOE}/expert_function\.py _combined\w*": "combine",
+    rf"{MOE}/(expert_function|experts|grouped_gemm|paged_stash/expert_ops)\.py .*": "experts",
+    rf"{MOE}/moe_layer\.py _run_(static_)?experts": "experts",
     rf"{MOE}/expert_step\.py .*": "experts",
     rf"{MOE}/shared_experts\.py .*": "shared expert",
     r"core/datasets/.*": "on the host",  # sample tensors, which never reach a GPU
@@ -195,7 +197,7 @@ def gpu_paths() -> Iterator[None]:
         return grouped_gemm.ProductKernel.STASH
 
     with (
-        mock.patch.object(experts, "product_kernel", own),
+        mock.patch.object(expert_function, "product_kernel", own),
         mock.patch.object(grouped_gemm, "product_kernel", own),
         mock.patch.object(grouped_gemm, "_adds_in_kernel", lambda _: True),
         mock.patch.object(dispatch_static, "rank_row_layout", lambda _: dispatch_static.padded_rank_rows),

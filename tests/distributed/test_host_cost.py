@@ -29,9 +29,9 @@ class Budget:
 
 
 BUDGETS = {
-    "dropless": Budget(calls=1020, launches=7),
-    "static": Budget(calls=1345, launches=15),
-    "stash": Budget(calls=2710, launches=22),
+    "dropless": Budget(calls=1040, launches=7),
+    "static": Budget(calls=1280, launches=15),
+    "stash": Budget(calls=1800, launches=21),
 }
 
 

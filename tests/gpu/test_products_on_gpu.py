@@ -6,8 +6,14 @@ from torch import Tensor
 
 from megatron.core.device import default_device, prepare_device
 from megatron.core.device.graphs import CudaGraphs
-from megatron.core.tensor_parallel.weight_grads import GradOwner, LinearGrad, WeightGrad, set_grad_owner
-from megatron.core.transformer.moe.grouped_gemm import grouped_gemm, product_kernel, row_offsets
+from megatron.core.tensor_parallel.weight_grads import LinearGrad
+from megatron.core.transformer.moe.grouped_gemm import (
+    ExpertGrads,
+    input_grad,
+    multiply,
+    product_kernel,
+    row_offsets,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -51,13 +57,15 @@ def test_a_product_is_right_in_a_graph_too(dtype: torch.dtype, counts: list[int]
     exact = exact_results(rows, weight, grad, counts)
 
     def passes() -> tuple[Tensor, ...]:
-        output = grouped_gemm(rows, weight, offsets=row_offsets(tokens), kernel=kernel)
-        return (output, *torch.autograd.grad(output, (rows, weight), grad))
+        offsets = row_offsets(tokens)
+        output = multiply(rows, weight, offsets=offsets, kernel=kernel)
+        product = ExpertGrads(rows, grad, offsets, weight.shape, kernel)
+        return output, input_grad(grad, weight, offsets=offsets), product.compute()
 
     graphs = CudaGraphs(device)
-    with graphs.on_capture_stream():
+    with torch.no_grad(), graphs.on_capture_stream():
         eager = passes()
-    with graphs.capturing() as graph:
+    with torch.no_grad(), graphs.capturing() as graph:
         captured = passes()
     graph.replay()
     live = sum(counts)
@@ -74,14 +82,12 @@ def test_gradients_are_added_to_fp32_in_the_product(dtype: torch.dtype, counts: 
     exact = exact_results(rows, weight, grad, counts)[2]
     main_grad, scale = torch.full(weight.shape, 0.5, device=device), 0.3
 
-    def take(new: WeightGrad) -> None:
-        new.add_to(main_grad, scale=scale, is_zero=False)
-
-    set_grad_owner(weight, GradOwner(main_grad, take))
     kernel = product_kernel(dtype, device, widths=(INNER, OUTER))
-    tokens = torch.tensor(counts, device=device)
-    grouped_gemm(rows, weight, offsets=row_offsets(tokens), kernel=kernel).backward(grad)
-    assert weight.grad is None and near(main_grad, 0.5 + scale * exact, ERROR[torch.float32])
+    offsets = row_offsets(torch.tensor(counts, device=device))
+    grads = ExpertGrads(rows.detach(), grad, offsets, weight.shape, kernel)
+    assert grads.fits(main_grad)
+    grads.add_to(main_grad, scale=scale, is_zero=False)
+    assert near(main_grad, 0.5 + scale * exact, ERROR[torch.float32])
     live = sum(counts)
     product = LinearGrad(grad[:live], rows.detach()[:live])
     out = torch.full((OUTER, INNER), 0.5, device=device)

@@ -10,7 +10,8 @@ reused while it is being read or written.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -88,18 +89,15 @@ class SideStream:
         with self._stream:
             yield True
 
-    @contextmanager
-    def behind_main(self, *events: torch.Event | None) -> Iterator[None]:
-        """Context manager that launches work on this stream, after the events and the main stream's queued work."""
+    def behind_main(self, *events: torch.Event | None) -> AbstractContextManager[Any]:
+        """Makes this stream wait for the events and the main stream's queued work; returns a context that uses it."""
         if self._stream is None:
-            yield
-            return
+            return nullcontext()
         self._stream.wait_stream(torch.accelerator.current_stream(self._device))
         for event in events:
             if event is not None:
                 self._stream.wait_event(event)
-        with self._stream:
-            yield
+        return self._stream
 
     def record(self) -> torch.Event | None:
         """Returns an event at the end of all work launched on this stream; None on the CPU."""

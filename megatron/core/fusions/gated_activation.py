@@ -138,13 +138,57 @@ class GatedActivation:
         """
         form = self.fused_form(x, num_rows)
         if form is not None:
-            return activate(x, scale, form=form, num_rows=num_rows)
+            compute = activate if torch.is_grad_enabled() else activate_plainly
+            return compute(x, scale, form=form, num_rows=num_rows)
         if self.is_gated:
             gate, up = limited(*x.chunk(2, dim=-1), clamp=self.clamp, offset=self.offset)
             act = self.function(gate) * up
         else:
             act = self.function(x)
         return scaled(act, scale)
+
+    def gradients(
+        self,
+        grad: Tensor | None,
+        x: Tensor,
+        scale: Tensor | None,
+        num_rows: Tensor | None,
+        *,
+        needs: tuple[bool, bool],
+        needs_act: bool,
+    ) -> "ActivationGradients":
+        """Computes the gradients of a call, and act again, bit-identical.
+
+        grad: that of the result, [*, F], x's dtype; None if no gradient is needed. x, scale, num_rows: as in the call.
+        needs: whether x and scale need a gradient. needs_act: whether act is needed. In a backward with create_graph
+        the results can be differentiated further, unless the activation is fused.
+        """
+        form = self.fused_form(x, num_rows)
+        if grad is None or form is None or torch.is_grad_enabled():
+            return self._run_again(grad, x, scale, num_rows, needs=needs)
+        return activation_gradients(
+            grad, x, scale=scale, num_rows=num_rows, form=form, needs_scale=needs[1], needs_act=needs_act
+        )
+
+    def _run_again(
+        self,
+        grad: Tensor | None,
+        x: Tensor,
+        scale: Tensor | None,
+        num_rows: Tensor | None,
+        *,
+        needs: tuple[bool, bool],
+    ) -> "ActivationGradients":
+        is_differentiable = torch.is_grad_enabled()
+        if not is_differentiable:
+            x = x.detach().requires_grad_(needs[0])
+            scale = None if scale is None else scale.detach().requires_grad_(needs[1])
+        with torch.enable_grad():
+            act = self(x, scale, num_rows)
+        inputs = [one for one, needed in zip((x, scale), needs) if needed and one is not None]
+        found = iter(torch.autograd.grad(act, inputs, grad, create_graph=is_differentiable) if inputs else ())
+        grad_x, grad_scale = (next(found) if needed else None for needed in needs)
+        return ActivationGradients(grad_x, grad_scale, act if is_differentiable else act.detach())
 
 
 def scaled(act: Tensor, scale: Tensor | None) -> Tensor:
@@ -190,7 +234,7 @@ class _GatedActivation(PlainFunction):
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         gate_up, scale, num_rows = ctx.saved_tensors
         gradients = activation_gradients(
             grad, gate_up, scale=scale, num_rows=num_rows, form=ctx.form, needs_scale=ctx.needs_input_grad[1]
@@ -225,10 +269,10 @@ def activate_plainly(
 class ActivationGradients:
     """Gradients of an activation's arguments, in their shapes and dtypes, and act, [*, F], as in the forward.
 
-    scale: None if it was not requested. act: None if it was not requested.
+    Each is None if it was not requested. A fused function always computes the gradient of gate_up.
     """
 
-    gate_up: Tensor
+    gate_up: Tensor | None
     scale: Tensor | None
     act: Tensor | None
 

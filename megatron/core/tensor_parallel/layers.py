@@ -19,7 +19,7 @@ from megatron.core.logical_tensors import LogicalPiece, identity_piece
 from megatron.core.model_parallel_config import ConstantInit, InitMethod, init_of_matrix
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size, or_alone
-from megatron.core.tensor_parallel.activated_product import LinearProduct, activated_products
+from megatron.core.tensor_parallel.activated_product import activated_product
 from megatron.core.tensor_parallel.copies import CopiedWithGroups
 from megatron.core.tensor_parallel.linear import (
     LinearWithFrozenWeight,
@@ -45,8 +45,6 @@ from megatron.core.tensor_parallel.param_attributes import (
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.tensor_parallel.weight_grads import look_up
 from megatron.core.utils import divide
-
-_PRODUCT = LinearProduct()
 
 __all__ = [
     "ColumnParallelLinear",
@@ -329,7 +327,7 @@ class RowParallelLinear(CopiedWithGroups):
                 input_, self.weight, added_here, True, False, False, tp_group=self.tp_group
             )
         else:
-            (output,) = activated_products(activation, input_, scale, (self.weight,), product=_PRODUCT)
+            output = activated_product(activation, input_, scale, self.weight)
         if not self.sums_here:
             return output, skipped
         output = self.reduce(output, self.tp_group)

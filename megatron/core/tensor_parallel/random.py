@@ -34,7 +34,7 @@ from megatron.core.device import (
     rng_tracker,
     set_rng_state_bytes,
 )
-from megatron.core.device.torch_internals import current_backward_id, storage_id
+from megatron.core.device.torch_internals import active_hooks, current_backward_id, storage_id
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import group_rank, group_size
 
@@ -286,7 +286,7 @@ def _innermost_later_run() -> _ForwardValues | None:
 
 
 def _is_in_torch_checkpoint() -> bool:
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    hooks = active_hooks()
     return hooks is not None and getattr(hooks[0], "__module__", None) == "torch.utils.checkpoint"
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from megatron.core.fusions.gated_activation import GatedActivation
 from megatron.core.logical_tensors import LogicalPiece
 from megatron.core.model_parallel_config import ConstantInit, InitMethod
 from megatron.core.process_groups_config import group_size
@@ -136,12 +137,16 @@ class LoRARowParallelLinear(RowParallelLinear):
         piece = split_piece(prefix + "lora_a", self.lora_a, group=self.tp_group, dim=1)
         return {**super().logical_pieces(prefix), "lora_a": [piece]}
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Adds the adapter's output to the output of RowParallelLinear.
+    def forward(
+        self, input_: Tensor, *, activation: GatedActivation | None = None, scale: Tensor | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Adds the adapter's output to the output of RowParallelLinear, which has the same arguments.
 
         input_: [*, input_size / ranks], parameter dtype. Returns [*, output_size], same dtype, and the skipped bias or
-        None.
+        None. The result of an activation is saved for backward, because two products need it.
         """
+        if activation is not None:
+            input_ = activation(input_, scale)
         output, bias = super().forward(input_)
         low = F.linear(input_, self.lora_a)  # [*, r]
         if self.sums_here:

@@ -27,10 +27,10 @@ from megatron.core.transformer.moe.dispatch_alltoall import RowsUnderWay, requir
 from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAlltoAllTokenDispatcher,
     MoEStaticTokenDispatcher,
-    StaticRows,
     padded_rank_rows,
     require_probs,
 )
+from megatron.core.transformer.moe.static_rows import StaticOrder
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 # Device of a run that is planned for a different machine, without memory; see without_memory.
@@ -152,13 +152,13 @@ class DeepEPPassage:
     """State of one forward.
 
     experts: [T, K], indices of the chosen experts over all ranks, for this rank's tokens. handle: deep_ep's handle of
-    the dispatch, which combine requires. rows: order of the received tokens in this rank's buffer.
+    the dispatch, which combine requires. order: that of the received tokens in this rank's buffer.
     """
 
     experts: Tensor
     num_tokens: int
     handle: Any = None
-    rows: StaticRows | None = None
+    order: StaticOrder | None = None
 
 
 class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
@@ -223,29 +223,18 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
             )
         )
         self._passage = replace(
-            passage, rows=self.by_expert(sent.experts, num_tokens=passage.num_tokens), handle=sent.handle
+            passage, order=self.by_expert(sent.experts, num_tokens=passage.num_tokens), handle=sent.handle
         )
         self._run_shared_experts()
         return sent.tokens, sent.weights.to(probs.dtype)
 
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Fills the buffer of this rank's experts; hidden_states: [N, H], bf16; probs: [N, K], float.
-
-        Returns rows [C, H], tokens_per_expert [e], int64, on the device, and the weight of each row [C].
-        """
-        received: StaticRows = self._passage.rows
-        order = received.order
-        self._record(self.budget.demand_on_rank(order.rows_needed, self._passage.num_tokens), self._passage.num_tokens)
-        rows = received.take(hidden_states, probs)
-        return rows.hidden_states, order.rows_per_group, rows.probs
-
-    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sums each received token's rows. Returns [N, H].
-
-        hidden_states: [C, H], bf16, already multiplied by the weights.
-        """
-        received: StaticRows = self._passage.rows
-        return received.give_back(hidden_states)
+    def order_received(self, hidden_states: Tensor) -> StaticOrder:
+        """Returns the order of the received tokens in the buffer; hidden_states: [N, H], bf16."""
+        passage: DeepEPPassage = self._passage
+        order = passage.order
+        assert order is not None, "token_dispatch comes first"
+        self._record(self.budget.demand_on_rank(order.rows_needed, passage.num_tokens), passage.num_tokens)
+        return order
 
     def token_combine(
         self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True

@@ -25,6 +25,7 @@ build a dispatcher themselves may set it.
 """
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -174,6 +175,7 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         assert config.moe_expert_rank_capacity_factor is not None, "this factor selects static dispatchers"
         self.group, self.experts = or_alone(groups.tp_ep), local
         self.num_local_experts, self.local_expert_indices = len(local), list(local)
+        self._order: StaticOrder | None = None  # of the rows that dispatch_postprocess returned
         self.budget = StaticBudget(
             factor=config.moe_expert_rank_capacity_factor,
             topk=config.moe_router_topk,
@@ -198,19 +200,40 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         smaller factor or T must not be replayed afterwards. The base class allocates nothing.
         """
 
-    def by_expert(self, expert_indices: Tensor, *, num_tokens: int, first_expert: int = 0) -> StaticRows:
+    def by_expert(self, expert_indices: Tensor, *, num_tokens: int, first_expert: int = 0) -> StaticOrder:
         """Assigns the rows of this rank's buffer to slots; expert_indices: [N, K], int64 or int32.
 
         num_tokens: T, tokens per rank. first_expert: index of this rank's first expert.
         """
-        order = order_by_expert(
+        return order_by_expert(
             expert_indices,
             len(self.experts),
             capacity=self.budget.rows_of_rank(num_tokens),
             alignment=self.budget.alignment,
             first_expert=first_expert,
         )
-        return StaticRows(order, order.num_rows)
+
+    @abstractmethod
+    def order_received(self, hidden_states: Tensor) -> StaticOrder:
+        """Assigns the rows of this rank's buffer to the received tokens' choices, and records the demand on the buffer.
+
+        hidden_states: the result of token_dispatch, [*, H], any float dtype.
+        """
+
+    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Fills the buffer of this rank's experts; hidden_states, probs: the results of token_dispatch, float.
+
+        Returns rows [C, H], tokens_per_expert [e], int64, on the device, and the weight of each row [C].
+        """
+        order = self._order = self.order_received(hidden_states)
+        rows, weights = gather_live_rows(hidden_states, probs, order=order, num_rows=order.num_rows)
+        return rows, order.rows_per_group, weights
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """Sums the rows of each received token; hidden_states: [C, H], any float dtype, multiplied by the weights."""
+        order, self._order = self._order, None
+        assert order is not None, "dispatch_postprocess comes first"
+        return sum_live_rows(hidden_states, order=order, num_rows=order.num_rows)
 
 
 # --- Gathering tokens ---
@@ -219,7 +242,7 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
 class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
     """Gathers all tokens on every rank, which keeps the rows of its experts. A single rank gathers nothing."""
 
-    def order_rows(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, StaticRows]:
+    def order_rows(self, tokens: Tensor, routing: Routing) -> tuple[Tensor, StaticOrder]:
         """Gathers the choices of all ranks' routers and orders the rows of this rank's experts.
 
         tokens: [T, H], any float dtype. Returns the weights [T, K] of this rank's tokens, and the order of the rows.
@@ -227,7 +250,7 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
         indices = all_gather_rows(routing.indices, self.group).wait()
         return routing.weights, self.by_expert(indices, num_tokens=len(tokens), first_expert=self.experts.start)
 
-    def _begin(self, tokens: Tensor, ordered: tuple[Tensor, StaticRows]) -> tuple[Tensor, Tensor]:
+    def _begin(self, tokens: Tensor, ordered: tuple[Tensor, StaticOrder]) -> tuple[Tensor, Tensor]:
         probs, self._passage = ordered
         return tokens, probs
 
@@ -241,24 +264,12 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
         self._run_shared_experts()
         return tokens, probs
 
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Fills the buffer of this rank's experts; hidden_states: [N, H], any float dtype; probs: [N, K].
-
-        Returns rows [C, H], tokens_per_expert [e], int64, on the device, and the weight of each row [C].
-        """
-        received: StaticRows = self._passage
-        rows = received.take(hidden_states, probs)
-        num_tokens = len(hidden_states) // self.budget.num_ranks
-        self._record(self.budget.demand_on_rank(received.order.rows_needed, num_tokens), num_tokens)
-        return rows.hidden_states, received.order.rows_per_group, rows.probs
-
-    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Sums each token's rows on this rank. Returns [N, H].
-
-        hidden_states: [C, H], any float dtype, already multiplied by the weights.
-        """
-        received: StaticRows = self._passage
-        return received.give_back(hidden_states)
+    def order_received(self, hidden_states: Tensor) -> StaticOrder:
+        """Returns the order that was computed before the tokens were gathered; hidden_states: [N, H], any float dtype."""
+        order: StaticOrder = self._passage
+        num_tokens = hidden_states.shape[0] // self.budget.num_ranks
+        self._record(self.budget.demand_on_rank(order.rows_needed, num_tokens), num_tokens)
+        return order
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Sums each token over the ranks; hidden_states: [N, H], any float dtype. Returns [T, H]. Collective."""
@@ -340,8 +351,7 @@ def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRo
     is_sent, is_received = padded.sent.slot_of_row >= 0, padded.experts < sizes.num_experts
     # One extra entry, -1, for the slots without a row.
     rows = torch.cat([is_sent.cumsum(0, dtype=torch.int32) - 1, padded.experts.new_full((1,), -1)])
-    order = replace(
-        padded.sent,
+    order = padded.sent._replace(
         slot_of_row=padded.sent.slot_of_row[is_sent],
         token_of_row=padded.sent.token_of_row[is_sent],
         row_of_slot=rows[padded.sent.row_of_slot],
@@ -357,14 +367,12 @@ def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRo
 class StaticExchange:
     """Row orders of one forward, which combine reverses.
 
-    sent: this rank's rows, ordered by receiving rank. num_tokens: T. received: the received rows, ordered by expert;
-    None before they arrive.
+    sent: this rank's rows, ordered by receiving rank. num_tokens: T.
     """
 
     rank_rows: RankRows
     sent: StaticRows
     num_tokens: int
-    received: StaticRows | None = None
 
 
 class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
@@ -435,17 +443,11 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         self._run_shared_experts()
         return exchanges[0].wait(rows), exchanges[1].wait(weights).squeeze(1)
 
-    def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Sorts received rows into the buffer of C rows; hidden_states: [*, H], any float dtype; probs: [*].
-
-        Returns rows [C, H], tokens_per_expert [e], int64, on the device, and the weight of each row [C].
-        """
+    def order_received(self, hidden_states: Tensor) -> StaticOrder:
+        """Sorts received rows by expert; hidden_states: [*, H], any float dtype."""
         passage: StaticExchange = self._passage
-        received = self.by_expert(passage.rank_rows.experts, num_tokens=passage.num_tokens)
-        self._passage = replace(passage, received=received)
-        rows = received.take(hidden_states, probs)
         self._record(self._demand_of_both(passage), passage.num_tokens)
-        return rows.hidden_states, received.order.rows_per_group, rows.probs
+        return self.by_expert(passage.rank_rows.experts, num_tokens=passage.num_tokens)
 
     def _demand_of_both(self, sent: StaticExchange) -> RowDemand:
         """Returns the maximum of the demand on the rows of a pair and the demand on this rank's buffer.
@@ -461,11 +463,6 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
             torch.maximum(pair.factor_needed, rank.factor_needed),
             pair.can_lose or rank.can_lose,
         )
-
-    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
-        """Puts results into the order in which their rows arrived; hidden_states: [C, H], any float dtype."""
-        received: StaticRows = self._passage.received
-        return received.give_back(hidden_states)
 
     def token_combine(
         self, hidden_states: Tensor, async_finish: bool = True, allocate_on_comm_stream: bool = True

@@ -27,7 +27,7 @@ from megatron.core.transformer.moe.paged_stash import (
     CapturedPart,
     PagedStash,
     ReplayedForward,
-    RowTensors,
+    StashedRows,
     StashGroup,
     layer_name,
 )
@@ -93,18 +93,30 @@ class ExpertStep(torch.nn.Module):
 
     @contextmanager
     def around_experts(self, layer_number: int, num_rows: Tensor, *, max_rows: int) -> Iterator[StashGroup | None]:
-        """Context manager around a layer's experts. Records their live rows and enters a context of the stash.
+        """Context manager around a layer's experts of a script. Records their live rows and enters a stash context.
 
         num_rows: [1], int64, on the device: live rows out of max_rows. Yields the stash's group; None without a stash.
         """
-        if self._has_begun and torch.is_grad_enabled() and not (current_backward_id() != -1 and is_recomputing()):
-            self._count(layer_number, num_rows)
+        self._record_rows(layer_number, num_rows)
         if self.stash is None:
             yield None
             return
-        name, takes = layer_name(layer_number), RowTensors.DECLARED
-        with self.stash.context(name, num_rows, max_rows=max_rows, takes=takes) as group:
+        with self.stash.context(layer_name(layer_number), num_rows, max_rows=max_rows) as group:
             yield group
+
+    def begin_experts(self, layer_number: int, num_rows: Tensor, *, max_rows: int) -> StashedRows | None:
+        """Records the live rows of a layer's experts; returns the stash of their row tensors, if they are stashed.
+
+        num_rows: [1], int64, on the device: live rows out of max_rows.
+        """
+        self._record_rows(layer_number, num_rows)
+        if self.stash is None:
+            return None
+        return self.stash.begin(layer_name(layer_number), num_rows, max_rows=max_rows)
+
+    def _record_rows(self, layer_number: int, num_rows: Tensor) -> None:
+        if self._has_begun and torch.is_grad_enabled() and not (current_backward_id() != -1 and is_recomputing()):
+            self._count(layer_number, num_rows)
 
     # Parts in CUDA graphs. See [Note: captured experts].
 

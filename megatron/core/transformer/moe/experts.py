@@ -1,18 +1,10 @@
 """Experts of one rank, applied to rows that are sorted by expert: GroupedMLP, and its reference SequentialMLP.
 
-GroupedMLP computes all experts with grouped GEMMs; SequentialMLP runs one MLP after the other. The file also defines
-ExpertShard, which describes the experts of a rank, low-rank adapters of grouped experts, and the operations on static
-buffers. A token dispatcher (dispatch.py) provides the rows.
+GroupedMLP computes all experts with grouped GEMMs, in the function of expert_function.py; SequentialMLP runs one MLP
+after the other. The file also defines ExpertShard, which describes the experts of a rank, and low-rank adapters of
+grouped experts. A token dispatcher (dispatch.py) provides the rows.
 
 Shapes: R rows, H hidden, F width of one expert, e experts of this rank, E experts of all ranks, r width of adapters.
-
-[Note: static experts]
-With moe_expert_rank_capacity_factor the rows are stored in a buffer of C rows. The first R rows are live, and only the
-device knows R. The GEMMs read R from the offsets on the device. The activation receives R as num_rows, because it would
-otherwise compute all C rows. Rows beyond the first R are undefined, and so are their gradients. A stash saves the live
-rows for backward in pages. If the pool has no pages left, it drops gate_up, which backward can recompute from the rows.
-`_static_forward` registers the rows with the stash, together with a function that recomputes gate_up. The result is
-bit-identical, because recompute_gate_up runs the same operations in the same order as `_static_fc1`.
 """
 
 import math
@@ -30,7 +22,6 @@ from megatron.core.logical_tensors import LogicalPiece, model_logical_pieces
 from megatron.core.model_parallel_config import ConstantInit, InitMethod, init_of_matrix
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
-from megatron.core.tensor_parallel.activated_product import activated_products
 from megatron.core.tensor_parallel.layers import empty_parameter, initialize_weight, zero_parameter
 from megatron.core.tensor_parallel.param_attributes import (
     MatrixWindow,
@@ -40,16 +31,11 @@ from megatron.core.tensor_parallel.param_attributes import (
 from megatron.core.transformer.lora import init_of_a, rank_and_scale
 from megatron.core.transformer.lora_config import require_whole_experts
 from megatron.core.transformer.mlp import MLP, MLPSubmodules, build_activation
-from megatron.core.transformer.module import MegatronModule, part
-from megatron.core.transformer.moe.grouped_gemm import GroupedProduct, grouped_gemm, product_kernel, row_offsets
-from megatron.core.transformer.moe.paged_stash import (
-    Priority,
-    Recompute,
-    StashGroup,
-    add_expert_bias,
-    add_low_rank,
-    recompute_gate_up,
-)
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.moe.expert_function import ExpertLinear, ExpertMath, expert_outputs
+from megatron.core.transformer.moe.grouped_gemm import row_offsets
+from megatron.core.transformer.moe.paged_stash import StashedRows
+from megatron.core.transformer.moe.static_rows import StaticOrder
 from megatron.core.transformer.spec_utils import build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import divide
@@ -57,7 +43,6 @@ from megatron.core.utils import divide
 # Checkpoint keys. Grouped and sequential experts share them, so each can load the other's checkpoints.
 _FC1, _FC2 = "linear_fc1.weight", "linear_fc2.weight"
 _BIAS1, _BIAS2 = "linear_fc1.bias", "linear_fc2.bias"
-_PRODUCT, _STATIC_PRODUCT = GroupedProduct(), GroupedProduct(is_static=True)
 
 
 @dataclass
@@ -110,6 +95,7 @@ class GroupedMLP(MegatronModule):
         if is_static:
             require_name(self.activation)
         self.is_static = is_static
+        self._last_math: ExpertMath | None = None
         hidden = config.hidden_size
         # Megatron's shapes. The memory layout is [e, H, 2F] and [e, F, H].
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
@@ -159,14 +145,18 @@ class GroupedMLP(MegatronModule):
         output_buffer: None = None,
         grad_input_buffer: None = None,
         *,
-        group: StashGroup | None = None,
+        order: StaticOrder | None = None,
+        stashed: StashedRows | None = None,
     ) -> tuple[Tensor, None]:
         """Applies each row's expert and multiplies the output by the row's routing weight. Includes the biases.
 
         permuted_local_hidden_states: [R, H], parameter dtype; tokens_per_expert: [e], int64, on the device;
-        permuted_probs: [R], fp32 or parameter dtype. output_buffer, grad_input_buffer: must be None. group: stash group
-        that saves the rows of a static buffer for backward, or None. Returns [R, H], parameter dtype, and None for the
-        bias. With a static buffer, R is C.
+        permuted_probs: [R], fp32 or parameter dtype. With a static buffer, R is C. output_buffer, grad_input_buffer:
+        must be None. Returns [R, H], parameter dtype, and None for the bias.
+
+        order: assigns the rows of a static buffer to the choices of N tokens. The first and third argument are then the
+        tokens, [N, H], and their weights, [N, K], and the result is the sum of each token's rows, [N, H]. stashed:
+        saves the rows of the buffer for backward; requires an order.
         """
         if output_buffer is not None or grad_input_buffer is not None:
             require_defaults(
@@ -175,90 +165,28 @@ class GroupedMLP(MegatronModule):
                 output_buffer=(output_buffer, None),
                 grad_input_buffer=(grad_input_buffer, None),
             )
-        offsets = row_offsets(tokens_per_expert)
-        if self.is_static:
-            return self._static_forward(
-                permuted_local_hidden_states, permuted_probs, offsets=offsets, group=group
-            ), None
-        gate_up = self._fc1(permuted_local_hidden_states, offsets=offsets)  # [R, 2F]
-        return self._activated_fc2(gate_up, permuted_probs, offsets=offsets), None
-
-    @part("expert_fc1")
-    def _fc1(self, rows: Tensor, *, offsets: Tensor) -> Tensor:
-        product = _product(rows, self.weight1, offsets=offsets)
-        if self.bias1 is not None:
-            product = add_expert_bias(product, self.bias1, offsets=offsets)
-        return product if self.linear_fc1 is None else self.linear_fc1(product, rows, offsets=offsets)
-
-    @part("moe_act")
-    def _activated_fc2(
-        self, gate_up: Tensor, weights: Tensor, *, offsets: Tensor, num_rows: Tensor | None = None
-    ) -> Tensor:
-        """Computes the activation, times the routing weights, and fc2: [R, H].
-
-        gate_up: [R, 2F] (F without a gated activation); weights: [R]; num_rows: [1], int64, live rows of a static
-        buffer, or None. The weights are applied to act, [R, F], because its rows are the narrowest. act is not saved
-        for backward, see tensor_parallel/activated_product.py.
-        """
-        adapter, product = self.linear_fc2, _PRODUCT if num_rows is None else _STATIC_PRODUCT
-        matrices = [self.weight2] if adapter is None else [self.weight2, adapter.lora_a]
-        output, *low = activated_products(
-            self.activation, gate_up, weights, matrices, product=product, offsets=offsets, num_rows=num_rows
+        output = expert_outputs(
+            permuted_local_hidden_states,
+            permuted_probs,
+            _linear(self.weight1, self.bias1, self.linear_fc1),
+            _linear(self.weight2, self.bias2, self.linear_fc2),
+            math=self._math(),
+            offsets=row_offsets(tokens_per_expert),
+            order=order,
+            stashed=stashed,
         )
-        if self.bias2 is not None:
-            output = add_expert_bias(output, self.bias2, offsets=offsets, scale=weights, share=self._bias2_share)
-        return output if adapter is None else adapter.add_to(output, *low, offsets=offsets)
+        return output, None
 
-    @property
-    def _bias2_share(self) -> float:
-        # All ranks that share an expert store the whole bias2. Each adds a share of it, because their results are
-        # summed.
-        return 1 / self.shard.num_parts
-
-    # The same computation over a static buffer. See [Note: static experts].
-
-    def _static_forward(self, rows: Tensor, weights: Tensor, *, offsets: Tensor, group: StashGroup | None) -> Tensor:
-        """Computes the output of the live rows of a static buffer: [C, H].
-
-        rows: [C, H], parameter dtype. weights: [C]. offsets: [e], int32, on the device; the last offset is the number
-        of live rows.
-        """
-        num_rows = offsets[-1:].long()
-        if group is not None:
-            group.rows(rows, weights)
-        is_recomputed = group is not None and group.may_recompute
-        gate_up, *low = self._static_fc1(rows, offsets=offsets, is_recomputed=is_recomputed)  # [C, 2F]
-        if group is not None:
-            group.rows(gate_up, *low)
-        output = self._activated_fc2(gate_up, weights, offsets=offsets, num_rows=num_rows)  # [C, H]
-        if group is not None:
-            again = self._recompute_gate_up(rows, offsets=offsets)
-            group.mark(gate_up, priority=Priority.GATE_UP, recompute=again, sources=(rows, *low))
-        return output
-
-    @part("expert_fc1")
-    def _static_fc1(self, rows: Tensor, *, offsets: Tensor, is_recomputed: bool) -> tuple[Tensor, ...]:
-        """Computes gate_up, [C, 2F], and, with an adapter, the rows times the adapter's A, [C, r].
-
-        is_recomputed: whether a stash may recompute gate_up.
-        """
-        product = _product(rows, self.weight1, offsets=offsets, is_static=True, is_recomputed=is_recomputed)
-        if self.bias1 is not None:
-            product = add_expert_bias(product, self.bias1, offsets=offsets)
-        adapter = self.linear_fc1
-        if adapter is None:
-            return (product,)
-        low = _product(rows, adapter.lora_a, offsets=offsets, is_static=True)
-        return adapter.add_to(product, low, offsets=offsets), low
-
-    def _recompute_gate_up(self, rows: Tensor, *, offsets: Tensor) -> Recompute:
-        adapter = self.linear_fc1
-        return recompute_gate_up(
-            _matrices(self.weight1, rows, offsets=offsets),
-            offsets,
-            bias=self.bias1,
-            low_rank=None if adapter is None else (adapter.lora_b, adapter.scale),
-        )
+    def _math(self) -> ExpertMath:
+        known = self._last_math
+        if known is None or known.parts is not self.parts or known.activation is not self.activation:
+            fc1, fc2 = self.linear_fc1, self.linear_fc2
+            factors = 0.0 if fc1 is None else fc1.scale, 0.0 if fc2 is None else fc2.scale
+            # All ranks that share an expert store the whole bias2. Each adds a share of it, because their results are
+            # summed.
+            share = 1 / self.shard.num_parts
+            known = self._last_math = ExpertMath(self.activation, self.is_static, share, factors, self.parts)
+        return known
 
     # For checkpoints and optimizers.
 
@@ -317,6 +245,12 @@ class GroupedMLP(MegatronModule):
             "weight1": [MatrixWindow((width, hidden), (1, width), index * hidden * width) for index in experts],
             "weight2": [MatrixWindow((hidden, ffn), (1, hidden), index * ffn * hidden) for index in experts],
         }
+
+
+def _linear(weight: Tensor, bias: Tensor | None, adapter: "ExpertAdapter | None") -> ExpertLinear:
+    if adapter is None:
+        return ExpertLinear(weight, bias)
+    return ExpertLinear(weight, bias, adapter.lora_a, adapter.lora_b)
 
 
 # Megatron's name for grouped experts, which are a Transformer Engine module there.
@@ -434,7 +368,7 @@ def mark_experts(experts: nn.Module) -> None:
 
 
 class ExpertAdapter(MegatronModule):
-    """Low-rank adapters for fc1 or fc2 of all experts of a rank. Adds alpha / r * B A x to the output.
+    """Low-rank adapters for fc1 or fc2 of all experts of a rank, which add scale * B A x to the output.
 
     lora_a: [e, I, r], random; lora_b: [e, r, O], initially zero. I and O are the input and output widths of fc1 or fc2.
     Checkpoint keys are the same as for adapters of sequential experts. Adapters of linear layers are in lora.py.
@@ -458,21 +392,6 @@ class ExpertAdapter(MegatronModule):
     def init_methods(self) -> dict[str, InitMethod]:
         """Returns the init method of each parameter by name."""
         return {"lora_a": init_of_a(self.sizes[0]), "lora_b": ConstantInit(0)}
-
-    def forward(self, product: Tensor, rows: Tensor, *, offsets: Tensor) -> Tensor:
-        """Adds the adapter's output to `product` in place and returns `product`.
-
-        product: [R, O], rows times the base weights, and rows: [R, I], both parameter dtype; offsets: [e], int32, on
-        the device: end offset of each expert's rows.
-        """
-        return self.add_to(product, _product(rows, self.lora_a, offsets=offsets), offsets=offsets)
-
-    def add_to(self, product: Tensor, low: Tensor, *, offsets: Tensor) -> Tensor:
-        """Adds the adapter's output to `product` in place and returns it.
-
-        product: [R, O], and low: [R, r], rows times A, both parameter dtype; offsets: as in `forward`.
-        """
-        return add_low_rank(product, low, weight=self.lora_b, offsets=offsets, scale=self.scale)
 
     def pieces(self, key: str, halves: tuple[str, ...]) -> dict[str, list[LogicalPiece]]:
         """Returns this rank's pieces of the checkpointed tensors, stored as [output, input]: A [E, r, I], B [E, O, r].
@@ -514,9 +433,6 @@ class ExpertAdapter(MegatronModule):
         }
 
 
-# --- Static buffers: activations and GEMMs of live rows ---
-
-
 def require_name(activation: GatedActivation) -> None:
     """Raises ValueError for an activation without a name, which has no kernel for the live rows of a static buffer."""
     if activation.form is None:
@@ -525,20 +441,3 @@ def require_name(activation: GatedActivation) -> None:
             f"activation_func is {activation.function} with gated_linear_unit {activation.is_gated}: with "
             f"moe_expert_rank_capacity_factor it must be one of {', '.join(names)}"
         )
-
-
-def _product(
-    rows: Tensor, weight: Tensor, *, offsets: Tensor, is_static: bool = False, is_recomputed: bool = False
-) -> Tensor:
-    """Multiplies live rows by their expert's matrix; rows: [C, I]; weight: viewed as [e, I, O]. Returns [C, O].
-
-    is_static, is_recomputed: see product_kernel.
-    """
-    inner = rows.shape[1]
-    widths = (inner, weight.numel() // (len(offsets) * inner))
-    kernel = product_kernel(rows.dtype, rows.device, widths=widths, is_static=is_static, is_recomputed=is_recomputed)
-    return grouped_gemm(rows, weight, offsets=offsets, kernel=kernel)
-
-
-def _matrices(weight: Tensor, rows: Tensor, *, offsets: Tensor) -> Tensor:
-    return weight.view(len(offsets), rows.shape[1], -1)

@@ -1,4 +1,4 @@
-"""Grouped GEMM: multiplies rows, sorted by expert, by the weight matrix of their expert. Used by experts.py.
+"""Grouped GEMM: multiplies rows, sorted by expert, by the weight matrix of their expert. Used by expert_function.py.
 
 Shapes: R rows, e experts, I and O the widths of input and output rows.
 
@@ -13,15 +13,12 @@ forward. torch's kernel would first write a temporary of the weights' size. fp64
 import enum
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.core.autograd import PlainFunction
 from megatron.core.device import cpu_alone
-from megatron.core.tensor_parallel.weight_grads import WeightGrad, hand_over, has_grad_owner
 from megatron.core.transformer.moe.paged_stash.expert_ops import HAS_TRITON, ops
 
 
@@ -63,100 +60,31 @@ def row_offsets(tokens_per_expert: Tensor) -> Tensor:
     return tokens_per_expert.cumsum(0, dtype=torch.int32)
 
 
-def grouped_gemm(
-    rows: Tensor, weight: Tensor, *, offsets: Tensor, kernel: ProductKernel = ProductKernel.TORCH
-) -> Tensor:
+def multiply(rows: Tensor, weight: Tensor, *, offsets: Tensor, kernel: ProductKernel = ProductKernel.TORCH) -> Tensor:
     """Multiplies each row by the matrix of its expert.
 
     rows: [R, I], sorted by expert. weight: [e, I, O], or a shape that can be viewed as such, the rows' float dtype.
     offsets: [e], int32, on the device: end offset of each expert's rows. kernel: see product_kernel. Returns [R, O],
-    same dtype. Rows beyond the last offset are not read; the result and the gradient are undefined there. NOTE: on a
-    GPU, all torch kernels except the bf16 one synchronize with the device, and so does fp64.
+    same dtype, which autograd can differentiate with torch's kernel only. Rows beyond the last offset are not read; the
+    result is undefined there. NOTE: on a GPU, all torch kernels except the bf16 one synchronize with the device, and so
+    does fp64.
     """
-    if kernel is ProductKernel.STASH or has_grad_owner(weight):
-        output: Tensor = _GroupedGemm.apply(rows, weight, offsets, kernel)
-        return output
-    return _multiply(rows, _matrices(weight, rows, offsets=offsets), offsets=offsets)
+    return _multiply(rows, _matrices(weight, rows, offsets=offsets), offsets=offsets, kernel=kernel)
 
 
-@dataclass(frozen=True)
-class GroupedProduct:
-    """The Product of activated_product.py whose weights are [e, F, O], or a shape that can be viewed as such.
-
-    is_static: whether the rows are in a static buffer. As in grouped_gemm, rows beyond the last offset are undefined.
-    """
-
-    is_static: bool = False
-
-    def multiply(self, rows: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
-        """Multiplies rows, [R, F], by the matrix of their expert: [R, O], same dtype."""
-        assert offsets is not None, "experts have offsets"
-        matrices = _matrices(weight, rows, offsets=offsets)
-        return _multiply(rows, matrices, offsets=offsets, kernel=self._kernel(rows, matrices))
-
-    def input_grad(self, grad: Tensor, weight: Tensor, offsets: Tensor | None) -> Tensor:
-        """Returns the gradient of rows, [R, F], from that of the products, [R, O], same dtype."""
-        assert offsets is not None, "experts have offsets"
-        matrices = weight.view(offsets.shape[0], -1, grad.shape[1])
-        _refuse_second_derivative(self._kernel(grad, matrices))
-        return _input_grad(grad, matrices, offsets=offsets)
-
-    def weight_grad(self, rows: Tensor, grad: Tensor, offsets: Tensor | None, *, weight: Tensor) -> WeightGrad:
-        """Returns the gradient of a weight, to be computed on demand; rows: [R, F]; grad: [R, O], same dtype."""
-        assert offsets is not None, "experts have offsets"
-        kernel = self._kernel(rows, _matrices(weight, rows, offsets=offsets))
-        return _ExpertGrads(rows, grad, offsets, weight.shape, kernel)
-
-    def _kernel(self, rows: Tensor, matrices: Tensor) -> ProductKernel:
-        return product_kernel(rows.dtype, rows.device, widths=tuple(matrices.shape[1:]), is_static=self.is_static)
-
-
-class _GroupedGemm(PlainFunction):
-    """Grouped GEMM whose backward passes the weight gradient to the weight's gradient owner, if it has one.
-
-    Double backward is supported with torch's kernel only.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, weight: Tensor, offsets: Tensor, kernel: ProductKernel) -> Tensor:
-        needs_rows, needs_weight, *_ = ctx.needs_input_grad
-        ctx.save_for_backward(rows if needs_weight else None, weight if needs_rows else None, offsets)
-        ctx.weight, ctx.kernel = weight, kernel
-        return _multiply(rows, _matrices(weight, rows, offsets=offsets), offsets=offsets, kernel=kernel)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        _refuse_second_derivative(ctx.kernel)
-        rows, weight, offsets = ctx.saved_tensors
-        grad_rows = grad_weight = None
-        if weight is not None:
-            grad_rows = _input_grad(grad, weight.view(offsets.shape[0], -1, grad.shape[1]), offsets=offsets)
-        if rows is not None:
-            product = _ExpertGrads(rows, grad, offsets, ctx.weight.shape, ctx.kernel)
-            grad_weight = hand_over(ctx.weight, product, node=ctx.next_functions[1][0])
-        return grad_rows, grad_weight, None, None
-
-
-def _refuse_second_derivative(kernel: ProductKernel) -> None:
-    if kernel is ProductKernel.STASH and torch.is_grad_enabled():
-        raise RuntimeError(
-            "the stash's grouped GEMM kernel has no second derivative: call backward without create_graph"
-        )
-
-
-def _input_grad(grad: Tensor, matrices: Tensor, *, offsets: Tensor) -> Tensor:
-    """Returns the gradient of the rows, [R, I]; grad: [R, O]; matrices: [e, I, O]."""
-    transposed = matrices.transpose(1, 2)
+def input_grad(grad: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
+    """Returns the gradient of the rows of a product, [R, I]; grad: that of the product, [R, O], weight's dtype."""
+    transposed = weight.view(offsets.shape[0], -1, grad.shape[1]).transpose(1, 2)
     # Gradients are never recomputed.
     kernel = product_kernel(grad.dtype, grad.device, widths=tuple(transposed.shape[1:]), is_static=True)
     return _multiply(grad, transposed, offsets=offsets, kernel=kernel)
 
 
 @dataclass(frozen=True)
-class _ExpertGrads:
+class ExpertGrads:
     """WeightGrad of a grouped GEMM, computed from its input rows and the gradient of its output.
 
-    rows: [R, I]. grad: [R, O]. shape: shape of the weight.
+    rows: [R, I]. grad: [R, O], same dtype. shape: shape of the weight. kernel: that of the product.
     """
 
     rows: Tensor
@@ -166,6 +94,7 @@ class _ExpertGrads:
     kernel: ProductKernel
 
     def compute(self) -> Tensor:
+        """Returns the gradient: [*weight shape], the rows' dtype."""
         if self.rows.shape[0] == 0:
             return self.rows.new_zeros(self.shape)
         if self.kernel is ProductKernel.STASH:
@@ -178,11 +107,13 @@ class _ExpertGrads:
         return F.grouped_mm(self.rows.t(), self.grad, offs=self.offsets).view(self.shape)
 
     def fits(self, out: Tensor) -> bool:
+        """Returns whether add_to supports the dtype and device of `out`: [*weight shape], any float dtype."""
         if _adds_in_kernel(self.rows):
             return torch.float64 not in (out.dtype, self.rows.dtype)
         return self.rows.device.type == "cpu" and out.dtype == self.rows.dtype
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
+        """Adds scale times the gradient to `out`: [*weight shape], a dtype that fits. is_zero: overwrite `out`."""
         matrices = _matrices(out, self.rows, offsets=self.offsets)
         if _adds_in_kernel(self.rows):
             ops.grouped_gemm_weight_grad(

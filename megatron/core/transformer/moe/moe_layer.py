@@ -4,6 +4,7 @@ The steps are in router.py, dispatch_*.py, experts.py and shared_experts.py.
 """
 
 from abc import ABC, abstractmethod
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,8 +18,10 @@ from megatron.core.transformer.cuda_graphs import GraphedPart
 from megatron.core.transformer.module import MegatronModule, part
 from megatron.core.transformer.moe.dispatch import as_rows, in_shape, local_experts
 from megatron.core.transformer.moe.expert_step import ExpertStep, GraphedExperts
+from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.permutation import Routing
 from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.static_rows import StaticOrder
 from megatron.core.transformer.moe.token_dispatcher import build_token_dispatcher
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -228,6 +231,11 @@ class MoELayer(BaseMoELayer):
         hidden_states: [*, H], parameter dtype; probs: float. Returns the rows to send back, [*, H], parameter dtype,
         each multiplied by its weight, and a bias to add, or None.
         """
+        its_forward = getattr(self.experts.forward, "__func__", None)
+        if self.expert_step is not None and its_forward is GroupedMLP.forward:
+            order = self.token_dispatcher.order_received(hidden_states)
+            self.expert_step.record_demand(self.token_dispatcher.take_demand())
+            return self._run_static_experts(hidden_states, probs, order)
         rows, tokens_per_expert, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
         if self.expert_step is not None:
             self.expert_step.record_demand(self.token_dispatcher.take_demand())
@@ -235,13 +243,30 @@ class MoELayer(BaseMoELayer):
         return self.token_dispatcher.combine_preprocess(output), bias
 
     @part("experts")
+    def _run_static_experts(
+        self, hidden_states: Tensor, probs: Tensor, order: StaticOrder
+    ) -> tuple[Tensor, Tensor | None]:
+        """Runs the experts on received tokens and sums the rows of each token, as one function with the stash."""
+        assert self.expert_step is not None, "only layers with static buffers have orders"
+        num_rows, max_rows = order.num_rows, order.slot_of_row.shape[0]
+        stashed = self.expert_step.begin_experts(self.router.layer_number, num_rows, max_rows=max_rows)
+        with nullcontext() if stashed is None else stashed:
+            result: tuple[Tensor, Tensor | None] = self.experts(
+                hidden_states, order.rows_per_group, probs, order=order, stashed=stashed
+            )
+        return result
+
+    @part("experts")
     def _run_experts(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
+        result: tuple[Tensor, Tensor | None]
         if self.expert_step is None:
-            result: tuple[Tensor, Tensor | None] = self.experts(rows, tokens_per_expert, probs)
+            result = self.experts(rows, tokens_per_expert, probs)
             return result
         number, num_rows = self.router.layer_number, tokens_per_expert.sum(0, keepdim=True)
         with self.expert_step.around_experts(number, num_rows, max_rows=len(probs)) as group:
-            result = self.experts(rows, tokens_per_expert, probs, group=group)
+            if group is not None:
+                group.rows(rows, probs)
+            result = self.experts(rows, tokens_per_expert, probs)
         return result
 
     def combine(self, output: Tensor) -> Tensor:

@@ -10,8 +10,7 @@ which the first R are live, W elements in a row.
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,8 +35,7 @@ if HAS_TRITON:
 # --- Orders ---
 
 
-@dataclass(frozen=True)
-class StaticOrder:
+class StaticOrder(NamedTuple):
     """Slots and their rows in a buffer, all on one device.
 
     slot_of_row, token_of_row: [C], int32, -1 for padding. row_of_slot: [T, K], int32, -1 for a slot without a row.
@@ -135,8 +133,8 @@ class _GatherLiveRows(PlainFunction):
         ctx.save_for_backward(order.row_of_slot)
         ctx.set_materialize_grads(False)
         ctx.probs_shape = probs.shape
-        rows = _gather(x, order.token_of_row, num_rows=num_rows)
-        weights = _gather(probs.reshape(-1, 1), order.slot_of_row, num_rows=num_rows)
+        rows = gather(x, order.token_of_row, num_rows=num_rows)
+        weights = gather(probs.reshape(-1, 1), order.slot_of_row, num_rows=num_rows)
         return rows, weights.view(-1)
 
     @staticmethod
@@ -147,9 +145,9 @@ class _GatherLiveRows(PlainFunction):
         (row_of_slot,) = ctx.saved_tensors
         grad_x = grad_probs = None
         if grad_rows is not None and ctx.needs_input_grad[0]:
-            grad_x = _sum(grad_rows, row_of_slot)
+            grad_x = sum_slots(grad_rows, row_of_slot)
         if grad_weights is not None and ctx.needs_input_grad[1]:
-            grad_probs = _sum(grad_weights.view(-1, 1), row_of_slot.view(-1, 1)).view(ctx.probs_shape)
+            grad_probs = sum_slots(grad_weights.view(-1, 1), row_of_slot.view(-1, 1)).view(ctx.probs_shape)
         return grad_x, grad_probs, None, None
 
 
@@ -157,22 +155,31 @@ class _SumLiveRows(PlainFunction):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, order: StaticOrder, num_rows: Tensor) -> Tensor:
         ctx.save_for_backward(order.token_of_row, num_rows)
-        return _sum(rows, order.row_of_slot)
+        return sum_slots(rows, order.row_of_slot)
 
     @staticmethod
     @first_order
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         source_of_row, num_rows = ctx.saved_tensors
-        return _gather(grad, source_of_row, num_rows=num_rows), None, None
+        return gather(grad, source_of_row, num_rows=num_rows), None, None
 
 
-def _gather(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor) -> Tensor:
+def gather(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor) -> Tensor:
+    """Copies x[source_of_row] into the first R rows of a buffer, zeros for -1, without recording for backward.
+
+    x: [T, W], any float dtype; source_of_row: [C], int32; num_rows: [1], int64. Returns [C, W], same dtype.
+    """
     out = x.new_empty(source_of_row.shape[0], x.shape[1])
     ops.gather_rows(x.contiguous(), source_of_row, num_rows=num_rows, out=out)
     return out
 
 
-def _sum(rows: Tensor, row_of_slot: Tensor) -> Tensor:
+def sum_slots(rows: Tensor, row_of_slot: Tensor) -> Tensor:
+    """Sums the rows of each token, without recording for backward; -1 is no row.
+
+    rows: [C, W], any float dtype; half precision is summed in fp32; row_of_slot: [T, K], int32. Returns [T, W], same
+    dtype.
+    """
     summed: Tensor = ops.sum_rows(rows.contiguous(), row_of_slot)
     return summed
 

@@ -9,6 +9,7 @@ from unittest.mock import patch
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 import pretrain_gpt
@@ -17,6 +18,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash import EventKind
 from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes
 from megatron.core.transformer.moe.paged_stash.stash_order import layer_of
+from megatron.core.transformer.moe.static_rows import order_by_expert
 from megatron.planner.fake_ranks import fake_rank
 from megatron.training.command_line.parser import RunArguments
 from megatron.training.command_line.published import publish_run
@@ -75,12 +77,17 @@ class RealRank:
         own = tokens[self.group * self._size : (self.group + 1) * self._size].sum(axis=0)
         per_expert = torch.tensor(own.reshape(self._size, -1)[self.number], dtype=torch.int64)
         max_rows = layer.token_dispatcher.budget.rows_of_rank(self._tokens)
-        rows = torch.randn(max_rows, layer.config.hidden_size, requires_grad=True)
-        weights = torch.rand(max_rows, requires_grad=True)
+        num_rows, num_experts = int(per_expert.sum()), len(per_expert)
+        # One choice for each of as many tokens as the buffer has rows; those beyond the live rows have no expert.
+        chosen = torch.arange(num_experts).repeat_interleave(per_expert)[:max_rows]
+        chosen = F.pad(chosen, (0, max_rows - len(chosen)), value=num_experts)
+        order = order_by_expert(chosen.view(-1, 1), num_experts, capacity=max_rows)
+        tokens = torch.randn(max_rows, layer.config.hidden_size, requires_grad=True)
+        weights = torch.rand(max_rows, 1, requires_grad=True)
         assert layer.expert_step is not None
-        with layer.expert_step.around_experts(number, per_expert.sum(0, keepdim=True), max_rows=max_rows) as group:
-            output: Tensor = layer.experts(rows, per_expert, weights, group=group)[0]
-        return output[: int(per_expert.sum())]
+        stashed = layer.expert_step.begin_experts(number, order.num_rows, max_rows=max_rows)
+        output: Tensor = layer.experts(tokens, order.rows_per_group, weights, order=order, stashed=stashed)[0]
+        return output[:num_rows]
 
 
 def run_together(ranks: Sequence[RealRank], tokens: dict[int, np.ndarray]) -> tuple[list[StepFigures], int]:

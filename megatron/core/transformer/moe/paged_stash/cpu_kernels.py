@@ -15,7 +15,7 @@ byte i * page_bytes of device_pages [D * page_bytes] if i < D, else at byte (i -
     counters      [len(Counter)], int64
     num_rows      [1], int64                   live tokens of the group
     reserve       [3], int64                   by priority: pages to leave free after allocating a tensor's pages
-    layout        PoolLayout.encode()
+    layout        PoolLayout.numbers
     tensors       encode_tensors(), in order of priority, at most MAX_TENSORS
     num_programs  upper limit of a GPU kernel's grid, 0 for the default; ignored on the CPU
 

@@ -19,13 +19,14 @@ streams before the reset, and both streams wait for the main stream after it.
 """
 
 import enum
+import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -69,11 +70,16 @@ class GroupMemory:
         self.places: list[Place] = []  # one per block
         self.recomputations: list[Recomputation] = []
         self.ready: torch.Event | None = None  # set when rows are restored and dropped tensors recomputed
+        self.let_go: Callable[[], None] | None = None  # releases the pages, if that has not happened yet
+
+    def __del__(self) -> None:
+        if self.let_go is not None and not sys.is_finalizing():
+            self.let_go()
 
 
 @dataclass
 class GroupPages:
-    """Pages of a group. The finalizer that releases them refers to this object, so it must not refer to the group.
+    """Pages of a group. A collected group passes them to the keeper, so this object must not refer to the group.
 
     stashed: event at the end of the copy into pages. arrived: event after the copy back and the release of the pages.
     targets: memory that the copy back writes to.
@@ -97,6 +103,14 @@ class RestoredBlock:
         self.restored: Tensor | None = None
         self.change: str | None = None  # error message if the original was changed before its copy was complete
 
+    @property
+    def bytes(self) -> Tensor:
+        """The restored bytes: [n], uint8. Raises RuntimeError if the original was changed while it was copied."""
+        if self.change is not None:
+            raise RuntimeError(self.change)
+        assert self.restored is not None, "not restored"
+        return self.restored
+
 
 class Place(NamedTuple):
     """Position of a block's rows in the restored memory: num_bytes bytes that start at byte `lead`.
@@ -118,6 +132,25 @@ class Recomputation:
     recompute: Callable[..., None]
     out: StorageView
     sources: tuple[tuple[int, StorageView], ...]
+
+
+class StoredRows(NamedTuple):
+    """What a group stores: blocks of memory, their specs, and recomputations of blocks that are dropped."""
+
+    blocks: list[Block]
+    specs: list[TensorSpec]
+    recomputations: list[Recomputation]
+
+    @staticmethod
+    def of(blocks: list[Block]) -> "StoredRows":
+        """Builds the specs and recomputations of blocks that a StashGroup collected."""
+        again = [
+            _recomputation_of(block, blocks, index=index) for index, block in enumerate(blocks) if _can_drop(block)
+        ]
+        return StoredRows(blocks, [block.spec for block in blocks], again)
+
+
+NOTHING = StoredRows([], [], [])
 
 
 @dataclass(frozen=True)
@@ -159,44 +192,30 @@ class PageKeeper:
         self._lock, self._depth = threading.RLock(), 0
         self._gone: deque[GroupPages] = deque()  # pages of collected groups, not yet released
 
-    @contextmanager
-    def exclusive(self) -> Iterator[None]:
+    def exclusive(self) -> "_Exclusive":
         """Excludes other threads, and finalizers, which Python may run at any time. Disables grad mode."""
-        try:
-            # Without torch.no_grad(), whose objects cost the host several times as much.
-            with self._lock, torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-                self._depth, has_grad = self._depth + 1, torch.is_grad_enabled()
-                torch.set_grad_enabled(False)
-                try:
-                    yield
-                finally:
-                    torch.set_grad_enabled(has_grad)
-                    self._depth -= 1
-        finally:
-            if self._gone:
-                self._release_gone()
+        return _Exclusive(self)
 
     @torch.compiler.disable  # the records of groups change while the compiler evaluates its guards
     def stash(
         self,
         group: GroupMemory,
-        blocks: list[Block],
-        specs: Sequence[TensorSpec],
+        rows: "StoredRows",
         *,
         num_rows: Tensor,
         reserve: Tensor | None,
         is_captured: bool = False,
-    ) -> None:
-        """Allocates pages for a group and copies its live rows into them.
+    ) -> "list[RestoredBlock]":
+        """Allocates pages for a group and copies its live rows into them. Returns where the blocks will be restored.
 
-        specs: of the blocks. num_rows: [1], int64; reserve: [3], int64, both on the device. is_captured: whether a CUDA
-        graph captures this call, see [Note: captured parts].
+        num_rows: [1], int64; reserve: [3], int64, both on the device. is_captured: whether a CUDA graph captures this
+        call, see [Note: captured parts].
         """
-        pages = GroupPages(self.pool.open_group(specs, is_fixed=is_captured), self.generation)
+        pages = GroupPages(self.pool.open_group(rows.specs, is_fixed=is_captured), self.generation)
         if not is_captured:
             # From here on, also after an exception, the pages are released when the group is collected.
-            weakref.finalize(group, self._let_go, pages).atexit = False
-        sources = [block.bytes_of_rows(self.pool.device) for block in blocks]
+            group.let_go = partial(self._let_go, pages)
+        sources = [block.bytes_of_rows(self.pool.device) for block in rows.blocks]
         try:
             with self._stash_stream.behind_main(*pages.group.waits):
                 self.pool.plan(pages.group, num_rows, reserve=reserve)
@@ -212,18 +231,20 @@ class PageKeeper:
             reading = Reading(copied, read, [])
             self._reading.append(reading)
         group.pages, group.phase = pages, Phase.STASHED
-        group.recomputations = [
-            _recomputation_of(block, blocks, index=index) for index, block in enumerate(blocks) if _can_drop(block)
-        ]
-        for block in blocks:
+        group.recomputations = rows.recomputations
+        memories = []
+        for block in rows.blocks:
             first_byte = block.start // RESTORE_ALIGNMENT * RESTORE_ALIGNMENT
             memory = RestoredBlock(first_byte)
+            memories.append(memory)
             group.memories.append(weakref.ref(memory))
             group.places.append(Place(first_byte, block.start - first_byte, block.num_bytes))
-            reading.versions.append((memory, _versions_of(block)))
+            if block.saved or block.mark is not None:
+                reading.versions.append((memory, _versions_of(block)))
             for saved in block.saved:
                 assert saved.snapshot is not None, "blocks contain only tensors with snapshots"
                 saved.view, saved.memory, saved.snapshot = StorageView.of(saved.snapshot.tensor), memory, None
+        return memories
 
     def start_restore(self, group: GroupMemory, *, is_awaited: bool = False) -> None:
         """Starts to copy a group's rows back from pages. If memory runs out, it raises and leaves the group in pages.
@@ -267,6 +288,7 @@ class PageKeeper:
         group.recomputations, pages.targets, group.phase = [], [], Phase.READY
         # Kernels of the main stream read the flags. The records must not be reused before these kernels are done.
         self.pool.close_group(pages.group, after=group.ready)
+        group.let_go = None
 
     def join(self) -> None:
         """Makes the main stream wait for all copies into pages. Their sources may then be overwritten or freed.
@@ -364,15 +386,43 @@ class PageKeeper:
             pages.is_given_back = True
 
 
+class _Exclusive:
+    """The context of PageKeeper.exclusive. It is a class, because a generator costs the host several times as much."""
+
+    __slots__ = ("_keeper", "_has_grad", "_inference")
+
+    def __init__(self, keeper: PageKeeper) -> None:
+        self._keeper = keeper
+
+    def __enter__(self) -> None:
+        self._keeper._lock.acquire()
+        self._keeper._depth += 1
+        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._inference is not None:
+            self._inference.__enter__()
+        self._has_grad = torch.is_grad_enabled()
+        if self._has_grad:
+            torch.set_grad_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        keeper = self._keeper
+        if self._has_grad:
+            torch.set_grad_enabled(True)
+        if self._inference is not None:
+            self._inference.__exit__(*error)
+        keeper._depth -= 1
+        keeper._lock.release()
+        if keeper._gone:
+            keeper._release_gone()
+
+
 def tensor_of(saved: SavedTensor) -> Tensor:
     """Rebuilds a saved tensor, of any shape and dtype, from its restored rows. Other rows are undefined.
 
     Raises RuntimeError if the original was changed in place while it was copied.
     """
-    if saved.memory is not None and saved.memory.change is not None:
-        raise RuntimeError(saved.memory.change)
-    assert saved.memory is not None and saved.memory.restored is not None and saved.view is not None, "not restored"
-    return saved.view.over(saved.memory.restored, saved.memory.first_byte)
+    assert saved.memory is not None and saved.view is not None, "not stashed"
+    return saved.view.over(saved.memory.bytes, saved.memory.first_byte)
 
 
 def _versions_of(block: Block) -> list[VersionOf]:

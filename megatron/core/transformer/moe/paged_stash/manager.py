@@ -26,7 +26,13 @@ from torch import Tensor
 
 from megatron.core.autograd import PlainFunction
 from megatron.core.transformer.moe.paged_stash.arithmetic import peak_pages, resident_groups
-from megatron.core.transformer.moe.paged_stash.group_memory import GroupMemory, Phase
+from megatron.core.transformer.moe.paged_stash.group_memory import (
+    NOTHING,
+    GroupMemory,
+    Phase,
+    RestoredBlock,
+    StoredRows,
+)
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     ALIGNMENT,
     Counter,
@@ -57,12 +63,13 @@ class LearningStash(PagedStash):
         self.sizes: dict[GroupKey, tuple[list[TensorSpec], int]] = {}
         self.expected: int | None = None
 
-    def _commit(self, group: GroupMemory, recording: StashGroup, *, num_rows: Tensor | int, max_rows: int) -> None:
+    def _commit(
+        self, group: GroupMemory, stored: StoredRows, *, num_rows: Tensor | int, max_rows: int, may_change: bool = True
+    ) -> list[RestoredBlock]:
         if group.phase is Phase.RECORDING:
-            specs = [block.spec for block in recording.blocks()]
-            self.sizes[group.event.group] = specs, max_rows if self.expected is None else self.expected
+            self.sizes[group.event.group] = stored.specs, max_rows if self.expected is None else self.expected
             group.phase = Phase.KEPT
-        super()._commit(group, recording, num_rows=num_rows, max_rows=max_rows)
+        return super()._commit(group, NOTHING, num_rows=num_rows, max_rows=max_rows, may_change=may_change)
 
     def layout(self, *, page_size: int, factor_cuda: float, factor_cpu: float) -> PoolLayout:
         """Returns the layout of a pool for the recorded step: its peak page count times each tier's factor.

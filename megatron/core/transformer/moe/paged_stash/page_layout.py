@@ -7,6 +7,7 @@ bytes, so rows may have any dtype and width.
 """
 
 import enum
+import functools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -68,8 +69,9 @@ class PoolLayout:
         """Returns the number of pages required for num_bytes bytes."""
         return -(-num_bytes // self.page_bytes)
 
-    def encode(self) -> list[int]:
-        """Returns the layout as the list of integers that operators expect."""
+    @functools.cached_property
+    def numbers(self) -> list[int]:
+        """The layout as the list of integers that operators expect."""
         return [self.page_bytes, self.device_pages, self.host_pages]
 
 
@@ -102,6 +104,12 @@ class TensorSpec:
     def max_tokens(self) -> int:
         """Largest number of live tokens that fit in the tensor."""
         return self.max_rows * self.tokens_per_row
+
+
+@functools.cache
+def row_spec(row_bytes: int, max_rows: int, priority: Priority = Priority.INPUT) -> TensorSpec:
+    """Returns the spec of a contiguous tensor. Layers have few sizes, so that specs are built only once."""
+    return TensorSpec(row_bytes, row_bytes, max_rows, priority)
 
 
 class PagesByPriority(NamedTuple):

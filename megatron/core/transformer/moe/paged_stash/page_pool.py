@@ -34,7 +34,7 @@ import ctypes
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
 # Restored rows have the original's offset from a multiple of this number of bytes. Kernels choose their vector loops by
 # alignment, and a different loop may round differently.
 RESTORE_ALIGNMENT = 64
+_KNOWN_SIZES = 4096  # entries of caches; training needs one for each group in flight
 GROUPS_PER_SLAB = 16  # if all groups have the size of the group for which the slab is allocated
 CLOSED = -1
 _HUGE_PAGE_BYTES = 2**21
@@ -223,7 +224,7 @@ class PagePool:
                 table=group.slab.table,
                 held=group.slab.held,
                 counters=self.counters,
-                layout=self.layout.encode(),
+                layout=self.layout.numbers,
                 tensors=call.tensors,
             )
 
@@ -251,7 +252,7 @@ class PagePool:
                 host_pages=self.host_pages,
                 table=group.slab.table,
                 held=group.slab.held,
-                layout=self.layout.encode(),
+                layout=self.layout.numbers,
                 tensors=call.tensors,
                 num_programs=num_programs,
             )
@@ -271,7 +272,7 @@ class PagePool:
                 table=group.slab.table,
                 held=group.slab.held,
                 targets=[targets[index] for index in call.indices],
-                layout=self.layout.encode(),
+                layout=self.layout.numbers,
                 tensors=call.tensors,
                 num_programs=num_programs,
             )
@@ -284,7 +285,7 @@ class PagePool:
                 self.tails,
                 table=group.slab.table,
                 held=group.slab.held,
-                layout=self.layout.encode(),
+                layout=self.layout.numbers,
                 tensors=call.tensors,
             )
 
@@ -490,9 +491,10 @@ class PageTables:
 
     def open_group(self, specs: Sequence[TensorSpec], generation: int) -> PageGroup:
         """Opens a group with space for the page ids of these tensors, even if all their rows are live."""
-        slab, room, waits = self._take(self._size(specs))
-        placed = self._placed(specs, room)
-        group = PageGroup(placed, waits, generation, slab, room, _operator_calls(placed))
+        specs = tuple(specs)
+        slab, room, waits = self._take(_size_of(specs, self.layout))
+        placed, calls = _placement_of(specs, self.layout, start=room.start, slot=room.slot)
+        group = PageGroup(placed, waits, generation, slab, room, calls)
         slab.open_groups.add(group)
         return group
 
@@ -502,10 +504,11 @@ class PageTables:
         Space that is allocated and returned during capture would end up in two graphs. The slab may be in the graph's
         memory, because only the graph's operators and resets write to it.
         """
-        size = self._size(specs)
+        specs = tuple(specs)
+        size = _size_of(specs, self.layout)
         slab, room = self._slab(*size), _Room(0, 0, *size)
-        placed = self._placed(specs, room)
-        group = PageGroup(placed, [], generation, slab, room, _operator_calls(placed), is_fixed=True)
+        placed, calls = _placement_of(specs, self.layout, start=0, slot=0)
+        group = PageGroup(placed, [], generation, slab, room, calls, is_fixed=True)
         self._fixed.add(group)
         return group
 
@@ -546,23 +549,32 @@ class PageTables:
         held = torch.zeros(max(1, num_slots), len(Held), dtype=torch.int64, device=self.device)
         return TableSlab(table, held)
 
-    def _size(self, specs: Sequence[TensorSpec]) -> tuple[int, int]:
-        """Returns the numbers of table entries and slots that these tensors require."""
-        return sum(self.layout.pages_for(spec.max_bytes) for spec in specs), len(specs)
 
-    def _placed(self, specs: Sequence[TensorSpec], room: _Room) -> list[PlacedTensor]:
-        placed, start = [], room.start
-        for index, spec in enumerate(specs):
-            placed.append(PlacedTensor(spec, start, room.slot + index))
-            start += self.layout.pages_for(spec.max_bytes)
-        return placed
+# The layers of a model have few sizes and reuse the same space, so that the host computes each only once.
 
 
-def _operator_calls(placed: list[PlacedTensor]) -> list[OperatorCall]:
-    """Splits a group into calls of at most MAX_TENSORS tensors, sorted by priority, then by their given order."""
+@lru_cache(_KNOWN_SIZES)
+def _size_of(specs: tuple[TensorSpec, ...], layout: PoolLayout) -> tuple[int, int]:
+    """Returns the numbers of table entries and slots that these tensors require."""
+    return sum(layout.pages_for(spec.max_bytes) for spec in specs), len(specs)
+
+
+@lru_cache(_KNOWN_SIZES)
+def _placement_of(
+    specs: tuple[TensorSpec, ...], layout: PoolLayout, *, start: int, slot: int
+) -> tuple[list[PlacedTensor], list[OperatorCall]]:
+    """Places tensors in a table from entry `start` and slot `slot` on. Callers must not change the result.
+
+    Returns the calls of operators too, each with at most MAX_TENSORS tensors, sorted by priority, then by their given
+    order.
+    """
+    placed = []
+    for index, spec in enumerate(specs):
+        placed.append(PlacedTensor(spec, start, slot + index))
+        start += layout.pages_for(spec.max_bytes)
     order = sorted(range(len(placed)), key=lambda index: placed[index].spec.priority)
-    chunks = [order[start : start + MAX_TENSORS] for start in range(0, len(order), MAX_TENSORS)]
-    return [OperatorCall(chunk, encode_tensors(placed[index] for index in chunk)) for chunk in chunks]
+    chunks = [order[first : first + MAX_TENSORS] for first in range(0, len(order), MAX_TENSORS)]
+    return placed, [OperatorCall(chunk, encode_tensors(placed[index] for index in chunk)) for chunk in chunks]
 
 
 class RestoredMemory:

@@ -25,10 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megatron.core.device.torch_internals import storage_id
+from megatron.core.device.torch_internals import Hooks, active_hooks, storage_id
 from megatron.core.transformer.moe.paged_stash.page_layout import Priority, TensorSpec
-
-Hooks = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 def _references_in_a_hook(given: object) -> int:
@@ -565,6 +563,12 @@ class Block:
         rows = snapshot.rows
         return Block(snapshot.tensor.untyped_storage(), rows.start, rows.end, rows.pitch, rows.num_rows, mark)
 
+    @staticmethod
+    def whole(tensor: Tensor) -> "Block":
+        """Builds the Block of a tensor whose first dimension has the rows: [C, *], any dtype, contiguous, offset 0."""
+        row_bytes = tensor.nbytes // tensor.shape[0]
+        return Block(tensor.untyped_storage(), 0, row_bytes, row_bytes, tensor.shape[0])
+
     @property
     def priority(self) -> Priority:
         """Importance of the block's pages."""
@@ -661,13 +665,7 @@ def _needed(source: Snapshot, blocks: list[Block], *, priority: Priority) -> Blo
     return block
 
 
-@torch.compiler.disable  # compiled code cannot query autograd
-def outer_hooks() -> Hooks | None:
-    """Returns the innermost active saved_tensors_hooks, (pack, unpack), which later hooks override; None without any.
-
-    pack receives a tensor of any shape and dtype; unpack returns it.
-    """
-    return torch._C._autograd._top_saved_tensors_default_hooks(True)
+outer_hooks = torch.compiler.disable(active_hooks)  # compiled code cannot query autograd
 
 
 @torch.compiler.disable
@@ -677,7 +675,7 @@ def say_rows_and_others(rows: Sequence[Tensor], others: Sequence[Tensor | None])
     rows: row tensors, any shape and dtype. others: weights and offsets, which are never rows, regardless of their
     sizes.
     """
-    hooks = outer_hooks()
+    hooks = active_hooks()
     pack = None if hooks is None else hooks[0]
     group = pack.__self__ if isinstance(pack, MethodType) else None
     if isinstance(group, StashGroup):

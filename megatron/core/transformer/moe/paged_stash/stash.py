@@ -25,7 +25,7 @@ graph the side streams fork from the main stream and join it, so that a replay i
 
 import weakref
 from collections import Counter as Multiset
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
@@ -34,8 +34,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.core.autograd import require_kept
 from megatron.core.device.streams import main_waits_for
-from megatron.core.device.torch_internals import current_backward_id
+from megatron.core.device.torch_internals import Hooks, active_hooks, current_backward_id
 from megatron.core.transformer.moe.paged_stash.arithmetic import (
     Footprint,
     ReserveRow,
@@ -45,10 +46,14 @@ from megatron.core.transformer.moe.paged_stash.arithmetic import (
     resident_groups,
 )
 from megatron.core.transformer.moe.paged_stash.group_memory import (
+    NOTHING,
     GroupMemory,
     PageKeeper,
     Phase,
+    Recomputation,
+    RestoredBlock,
     StashStreams,
+    StoredRows,
     tensor_of,
 )
 from megatron.core.transformer.moe.paged_stash.page_layout import (
@@ -59,14 +64,15 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     TensorSpec,
     is_whole,
     pages_for,
+    row_spec,
 )
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from megatron.core.transformer.moe.paged_stash.saved_tensors import (
     Block,
-    Hooks,
     RowTensors,
     SavedTensor,
     StashGroup,
+    StorageView,
     outer_hooks,
 )
 from megatron.core.transformer.moe.paged_stash.stash_order import (
@@ -172,7 +178,7 @@ class PagedStash:
             "specs": tuple(specs),
         }
         self.pool, self.order = pool, StashOrder(events)
-        self._prefetch_groups, self._has_rungs = prefetch_groups, has_rungs
+        self._prefetch_groups, self.has_rungs = prefetch_groups, has_rungs
         self._keeper = PageKeeper(pool, num_programs=num_programs, streams=streams or StashStreams.on(pool.device))
         self._instances: Multiset[str] = Multiset()  # number of forwards so far in this step, by name
         self._num_forwards = 0  # so far in this step
@@ -238,12 +244,7 @@ class PagedStash:
         if not isinstance(takes, RowTensors):
             raise ValueError(f"takes ({takes!r}) must be one of {', '.join(map(str, RowTensors))}")
         hooks = outer_hooks()
-        is_active = self._is_enabled and torch.is_grad_enabled() and not _is_recomputed(hooks) and max_rows >= 2
-        with self._keeper.exclusive():
-            # The next kernels may write to memory that the copies of the previous group still read: all layers share
-            # the buffers of a static dispatch, and the allocator reuses memory that autograd released.
-            self._keeper.join()
-            group = self._begin(name, backward_is_next=backward_is_next) if is_active else None
+        group = self._open(name, hooks, max_rows=max_rows, backward_is_next=backward_is_next)
         if group is None:
             yield StashGroup(self.pool.device, max_rows, group=None, hooks=None)
             return
@@ -253,19 +254,32 @@ class PagedStash:
             group=group,
             hooks=hooks,
             takes_rows=group.phase is Phase.RECORDING,
-            has_rungs=self._has_rungs,
+            has_rungs=self.has_rungs,
             takes=takes,
         )
         try:
             with torch.autograd.graph.saved_tensors_hooks(recording.pack, self._unpack):
                 yield recording
             if recording.has_saved:
-                self._commit(group, recording, num_rows=num_rows, max_rows=max_rows)
+                stored = StoredRows.of(recording.blocks()) if group.phase is Phase.RECORDING else NOTHING
+                self._commit(group, stored, num_rows=num_rows, max_rows=max_rows)
         finally:
             if group.phase is Phase.RECORDING and recording.has_saved:
-                group.phase, self._is_spoiled = Phase.LOST, self._is_spoiled or self._part is None
+                group.phase = Phase.LOST
+                self._spoil()
                 recording.forget()
             recording.close()
+
+    def begin(self, name: str, num_rows: Tensor, *, max_rows: int) -> "StashedRows | None":
+        """Begins the forward of an expert group whose caller passes the stash its tensors itself, without hooks.
+
+        num_rows: [1], int64, on the pool's device; the caller must not change it before the group's backward. Returns None
+        where a context would be inactive.
+        """
+        if "_unbound" in self.__dict__ and not torch.is_grad_enabled():
+            return None
+        group = self._open(name, active_hooks(), max_rows=max_rows)
+        return None if group is None else StashedRows(self, group, num_rows, max_rows=max_rows)
 
     def reset(self, *, enabled: bool = True) -> None:
         """Frees all pages and clears the counters. Call it between steps, after the last backward or an exception.
@@ -421,6 +435,21 @@ class PagedStash:
         """Returns whether this step's gradients are wrong (stash overflow). NOTE: waits for the device."""
         return bool(self.void.item())
 
+    def _open(
+        self, name: str, hooks: Hooks | None, *, max_rows: int, backward_is_next: bool = False
+    ) -> GroupMemory | None:
+        """Begins a group's forward, unless it must not be stashed; see `context`."""
+        is_active = self._is_enabled and torch.is_grad_enabled() and not _is_recomputed(hooks) and max_rows >= 2
+        with self._keeper.exclusive():
+            # The next kernels may write to memory that the copies of the previous group still read: all layers share
+            # the buffers of a static dispatch, and the allocator reuses memory that autograd released.
+            self._keeper.join()
+            return self._begin(name, backward_is_next=backward_is_next) if is_active else None
+
+    def _spoil(self) -> None:
+        """Records that an exception ended a forward, so that the order of this step is not learned."""
+        self._is_spoiled = self._is_spoiled or self._part is None
+
     def _begin(self, name: str, *, backward_is_next: bool) -> GroupMemory:
         """Begins a group's forward. The caller holds the lock."""
         event = self._next_forward(name)
@@ -433,49 +462,51 @@ class PagedStash:
             group.phase = Phase.KEPT
         return group
 
-    def _commit(self, group: GroupMemory, recording: StashGroup, *, num_rows: Tensor | int, max_rows: int) -> None:
+    def _commit(
+        self,
+        group: GroupMemory,
+        stored: StoredRows,
+        *,
+        num_rows: Tensor | int,
+        max_rows: int,
+        may_change: bool = True,
+    ) -> list[RestoredBlock]:
+        """Ends a group's forward. Returns where its blocks will be restored; [] if nothing is stashed.
+
+        may_change: whether the caller may change num_rows before the stash stream has read it.
+        """
         with self._keeper.exclusive():
-            blocks = recording.blocks() if group.phase is Phase.RECORDING else []
-            if self._part is not None:
-                self._capture(self._part, group, blocks=blocks, num_rows=num_rows, max_rows=max_rows)
-                return
-            if group.phase is Phase.RECORDING:
-                specs = [block.spec for block in blocks]
-                self._learn(group.event, specs, max_rows=max_rows)
-                if blocks:
-                    count = _count_tensor(num_rows, self.pool.device)
-                    self._keeper.stash(group, blocks, specs, num_rows=count, reserve=self._reserve_of(group.event))
-                else:
-                    group.phase = Phase.KEPT
-            if group.phase is Phase.KEPT:
-                self._check_kept(num_rows, max_rows=max_rows)
-            self.order.observe(group.event)
-            self._groups[group.event.group] = group
-
-    def _check_kept(self, num_rows: Tensor | int, *, max_rows: int) -> None:
-        """Marks the step as discarded if a group without pages has an invalid num_rows. Ints were checked before."""
-        if isinstance(num_rows, Tensor):
-            # Runs on the main stream, which waited for all plans when the context began.
-            self.pool.check_count(_count_tensor(num_rows, self.pool.device), max_rows)
-
-    def _capture(
-        self, part: CapturedPart, group: GroupMemory, *, blocks: list[Block], num_rows: Tensor | int, max_rows: int
-    ) -> None:
-        """Performs _commit for a group that a CUDA graph captures."""
-        name, specs = group.event.name, [block.spec for block in blocks]
-        if part.group is not None:
-            raise RuntimeError(
-                f"{part.group.name} and {name} are in one captured part: a part can contain only one expert group"
-            )
-        part.group = CapturedGroup(name)
-        if not blocks:
-            group.phase = Phase.KEPT
-            self._check_kept(num_rows, max_rows=max_rows)
-            return
-        count = _count_tensor(num_rows, self.pool.device)
-        self._keeper.stash(group, blocks, specs, num_rows=count, reserve=part.reserve, is_captured=True)
-        # Recomputations of dropped tensors may read other tensors that the forward created.
-        part.group = CapturedGroup(name, specs, max_rows, (group.pages, *group.recomputations))
+            part, memories = self._part, []
+            count = num_rows if isinstance(num_rows, Tensor) and not may_change else None
+            if part is None and group.phase is Phase.RECORDING:
+                self._learn(group.event, stored.specs, max_rows=max_rows)
+            if part is not None and part.group is not None:
+                raise RuntimeError(
+                    f"{part.group.name} and {group.event.name} are in one captured part: a part can contain only one "
+                    "expert group"
+                )
+            if stored.blocks:
+                memories = self._keeper.stash(
+                    group,
+                    stored,
+                    num_rows=_count_tensor(num_rows, self.pool.device) if count is None else count,
+                    reserve=self._reserve_of(group.event) if part is None else part.reserve,
+                    is_captured=part is not None,
+                )
+            else:
+                group.phase = Phase.KEPT
+                if isinstance(num_rows, Tensor):
+                    # An invalid number discards the step. Ints were checked before. Runs on the main stream, which
+                    # waited for all plans when the group began.
+                    self.pool.check_count(_count_tensor(num_rows, self.pool.device), max_rows)
+            if part is None:
+                self.order.observe(group.event)
+                self._groups[group.event.group] = group
+            else:
+                # Recomputations of dropped tensors may read other tensors that the forward created.
+                kept = (group.pages, *stored.recomputations) if stored.blocks else ()
+                part.group = CapturedGroup(group.event.name, stored.specs, max_rows, kept)
+            return memories
 
     def _next_forward(self, name: str) -> StashEvent:
         is_counted = self._num_forwards < _MAX_FORWARDS
@@ -499,7 +530,11 @@ class PagedStash:
         return self._reserve.row(event.group, self.order.forward_index(event))
 
     def _unpack(self, saved: SavedTensor) -> Tensor:
-        group: GroupMemory = saved.group
+        self._settle(saved.group)
+        return saved.kept() if saved.memory is None else tensor_of(saved)
+
+    def _settle(self, group: GroupMemory) -> None:
+        """Restores a group in its backward. Its rows can be read afterwards, on the current stream."""
         # A group has many tensors. After the first access its state is final, and restored memory can be read without
         # the lock and its modes.
         if not group.has_backward_begun or group.phase not in _SETTLED:
@@ -510,11 +545,8 @@ class PagedStash:
                     )
                 if group.phase is not Phase.RECORDING:
                     self._reach(group)
-        if saved.memory is None:
-            return saved.kept()
         # The backward of this tensor may run on another stream than the backward of the group's first tensor.
         main_waits_for(group.ready, self.pool.device)
-        return tensor_of(saved)
 
     def _reach(self, group: GroupMemory) -> None:
         """Restores a group whose backward has begun, and prefetches the groups that run backward next."""
@@ -539,6 +571,71 @@ class PagedStash:
             group = self._groups.get(event.group)
             if group is not None and group.phase is Phase.STASHED:
                 self._keeper.start_restore(group)
+
+
+class StashedRows:
+    """The row tensors of one expert group, which its owner passes to `save` and reads back with `read`.
+
+    Use it as a context manager around the group's forward: an exception marks the step as incomplete. The owner alone
+    must hold the tensors, because the copies into pages may still read them when `save` has returned.
+    """
+
+    def __init__(self, stash: PagedStash, group: GroupMemory, num_rows: Tensor, *, max_rows: int) -> None:
+        """Created by PagedStash.begin; num_rows: [1], int64, on the pool's device."""
+        self._stash, self._group, self._num_rows, self._max_rows = stash, group, num_rows, max_rows
+        self._kept: list[Tensor] = []
+        self._restored: list[tuple[StorageView, RestoredBlock]] = []
+
+    @property
+    def may_recompute(self) -> bool:
+        """Whether `save` accepts a recomputation of gate_up, which then requires bit-identical kernels."""
+        return self._stash.has_rungs
+
+    def save(
+        self, inputs: Sequence[Tensor], gate_up: Tensor, *, recompute: Callable[..., None] | None, num_sources: int
+    ) -> None:
+        """Stores the live rows of tensors; call it once, at the end of the group's forward.
+
+        inputs: at most as many as the operators of a pool take, [C] or [C, W], any dtype, and gate_up: [C, W], all
+        contiguous and newly allocated. recompute: writes the live rows of gate_up again, as in StashGroup.mark, with
+        the first num_sources inputs as sources; None stores gate_up like an input.
+        """
+        stash, group, tensors = self._stash, self._group, [*inputs, gate_up]
+        stored, views = NOTHING, [StorageView.of(tensor) for tensor in tensors]
+        if group.phase is Phase.RECORDING:
+            blocks = [Block.whole(tensor) for tensor in tensors]
+            specs = [row_spec(block.end, self._max_rows) for block in blocks]
+            recomputations = []
+            if recompute is not None:
+                specs[-1] = row_spec(blocks[-1].end, self._max_rows, Priority.GATE_UP)
+                sources = tuple(enumerate(views[:num_sources]))
+                recomputations = [Recomputation(len(inputs), Priority.GATE_UP, recompute, views[-1], sources)]
+            stored = StoredRows(blocks, specs, recomputations)
+        memories = stash._commit(group, stored, num_rows=self._num_rows, max_rows=self._max_rows, may_change=False)
+        if memories:
+            self._restored = list(zip(views, memories))
+        else:
+            self._kept = tensors
+
+    def read(self, *, keep: bool) -> list[Tensor]:
+        """Returns the tensors that were passed to `save`, [C, *], gate_up last, in their dtypes.
+
+        Rows beyond the live ones are undefined. Call it once in each backward. keep: whether another backward follows.
+        Raises RuntimeError if the previous call did not keep them, or if the stash was reset in between.
+        """
+        require_kept(self._kept or self._restored)
+        self._stash._settle(self._group)
+        tensors = self._kept or [view.over(memory.bytes, memory.first_byte) for view, memory in self._restored]
+        if not keep:
+            self._kept, self._restored = [], []
+        return tensors
+
+    def __enter__(self) -> "StashedRows":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
+        if kind is not None:
+            self._stash._spoil()
 
 
 def _is_recomputed(hooks: Hooks | None) -> bool:

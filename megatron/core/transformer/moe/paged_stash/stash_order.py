@@ -7,8 +7,8 @@ tensors and no streams.
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 # Name and instance: the key of one expert group in a step.
 GroupKey = tuple[str, int]
@@ -35,8 +35,7 @@ class EventKind(enum.Enum):
     BACKWARD = "B"
 
 
-@dataclass(frozen=True)
-class StashEvent:
+class StashEvent(NamedTuple):
     """Forward or backward of one expert group. instance: number of earlier forwards with the same name in the step."""
 
     kind: EventKind

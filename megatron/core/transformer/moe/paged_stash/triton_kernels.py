@@ -118,7 +118,7 @@ def plan_kernel(
     num_rows, reserve, heads, tails, ring, table, held, counters, layout, tensors,
     COUNT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Allocates pages, in one program. layout: PoolLayout.encode(); tensors: COUNT records of encode_tensors."""
+    """Allocates pages, in one program. layout: PoolLayout.numbers; tensors: COUNT records of encode_tensors."""
     page_bytes = (layout[0] - SHIFTED) >> 1
     device_pages = (layout[1] - SHIFTED) >> 1
     host_pages = (layout[2] - SHIFTED) >> 1

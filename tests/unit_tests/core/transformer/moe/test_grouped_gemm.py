@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
 from megatron.core.transformer.moe import grouped_gemm
 from megatron.core.transformer.moe.grouped_gemm import ProductKernel, product_kernel, row_offsets
 
@@ -38,7 +37,7 @@ def test_torch_multiplies_where_it_needs_no_read_of_the_host(
 def test_a_plan_multiplies_without_numbers(dtype):
     rows, weight, offsets = (one.to("meta") for one in operands(dtype))
     kernel = product_kernel(dtype, rows.device, widths=(8, 8), is_static=True)
-    assert grouped_gemm.grouped_gemm(rows, weight, offsets=offsets, kernel=kernel).shape == (6, 8)
+    assert grouped_gemm.multiply(rows, weight, offsets=offsets, kernel=kernel).shape == (6, 8)
 
 
 def operands(dtype=torch.bfloat16):
@@ -51,32 +50,27 @@ def operands(dtype=torch.bfloat16):
 def test_a_gradient_of_half_precision_is_added_to_fp32_unrounded(kernel, monkeypatch):
     monkeypatch.setattr(grouped_gemm, "_adds_in_kernel", lambda _: True)  # simulates a GPU
     rows, weight, offsets = operands()
-    main_grad, scale, taken = torch.full(weight.shape, 0.5), 0.3, []
-
-    def take(new: WeightGrad) -> None:
-        new.add_to(main_grad, scale=scale, is_zero=bool(taken))
-        taken.append(new)
-
-    set_grad_owner(weight, GradOwner(main_grad, take))
-    output = grouped_gemm.grouped_gemm(rows, weight, offsets=offsets, kernel=kernel)
-    grad = torch.randn(output.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
-    output.backward(grad)
-    assert weight.grad is None and len(taken) == 1
+    main_grad, scale = torch.full(weight.shape, 0.5), 0.3
+    grad = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).bfloat16()
+    product = grouped_gemm.ExpertGrads(rows.detach(), grad, offsets, weight.shape, kernel)
+    assert product.fits(main_grad)
+    product.add_to(main_grad, scale=scale, is_zero=False)
     parts = zip(rows.detach().double().split([2, 0, 4]), grad.double().split([2, 0, 4]))
-    product = torch.stack([a.T @ b for a, b in parts]).view(weight.shape)
-    torch.testing.assert_close(main_grad.double(), 0.5 + scale * product, rtol=0, atol=1e-6)
-    with torch.no_grad():
-        take(taken[0])
-    torch.testing.assert_close(main_grad.double(), scale * product, rtol=0, atol=1e-6)
+    expected = torch.stack([a.T @ b for a, b in parts]).view(weight.shape)
+    torch.testing.assert_close(main_grad.double(), 0.5 + scale * expected, rtol=0, atol=1e-6)
+    product.add_to(main_grad, scale=scale, is_zero=True)
+    torch.testing.assert_close(main_grad.double(), scale * expected, rtol=0, atol=1e-6)
 
 
-def test_both_kernels_give_one_result_and_the_stashs_has_no_second_derivative():
+def test_both_kernels_give_one_result():
     rows, weight, offsets = operands(torch.float32)
     results = []
     for kernel in ProductKernel:
-        output = grouped_gemm.grouped_gemm(rows, weight, offsets=offsets, kernel=kernel)
-        results.append((output, *torch.autograd.grad(output.square().sum(), (rows, weight))))
+        with torch.no_grad():
+            output = grouped_gemm.multiply(rows, weight, offsets=offsets, kernel=kernel)
+            back = grouped_gemm.input_grad(2 * output, weight, offsets=offsets)
+        product = grouped_gemm.ExpertGrads(rows.detach(), 2 * output, offsets, weight.shape, kernel)
+        results.append((output, back, product.compute()))
     assert all(map(torch.equal, *results))
-    output = grouped_gemm.grouped_gemm(rows, weight, offsets=offsets, kernel=ProductKernel.STASH)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(output.square().sum(), rows, create_graph=True)
+    asked = grouped_gemm.multiply(rows, weight, offsets=offsets)
+    assert all(map(torch.equal, results[0][1:], torch.autograd.grad(asked.square().sum(), (rows, weight))))

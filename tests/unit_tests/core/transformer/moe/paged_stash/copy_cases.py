@@ -19,7 +19,7 @@ def copy_there_and_back(
     ids += [layout.num_pages - 1 - index for index in range(on_host)]
     held = torch.tensor([[pages, rows, 0, on_host]], device=device)
     state = {"table": torch.tensor(ids, device=device), "held": held}
-    numbers = {"layout": layout.encode(), "tensors": encode_tensors([PlacedTensor(spec, 0, 0)])}
+    numbers = {"layout": layout.numbers, "tensors": encode_tensors([PlacedTensor(spec, 0, 0)])}
     # Left uninitialized, so that most of it occupies no physical memory.
     device_pages = torch.empty(layout.device_pages * layout.page_bytes, dtype=torch.uint8, device=device)
     host_pages = torch.empty(layout.host_pages * layout.page_bytes, dtype=torch.uint8, pin_memory=device != "cpu")

@@ -242,7 +242,7 @@ class RandomOperations:
         del self.groups[group]
 
     def calls(self, group: PageGroup) -> list[tuple[list[PlacedTensor], dict[str, Any]]]:
-        records = {"table": group.slab.table, "held": group.slab.held, "layout": self.layout.encode()}
+        records = {"table": group.slab.table, "held": group.slab.held, "layout": self.layout.numbers}
         return [
             ([group.tensors[index] for index in call.indices], {**records, "tensors": call.tensors})
             for call in group.calls

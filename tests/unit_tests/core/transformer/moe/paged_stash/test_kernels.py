@@ -17,7 +17,7 @@ def test_operators_are_registered_as_torch_expects(name: str) -> None:
     num_rows, reserve = torch.tensor([5]), torch.zeros(3, dtype=torch.int64)
     pool.plan(group, num_rows)
     memories = [torch.zeros(6 * 64, dtype=torch.uint8), torch.zeros(6 * 48, dtype=torch.uint8)]
-    records: dict[str, Any] = {"table": group.slab.table, "held": group.slab.held, "layout": pool.layout.encode()}
+    records: dict[str, Any] = {"table": group.slab.table, "held": group.slab.held, "layout": pool.layout.numbers}
     records["tensors"] = group.calls[0].tensors
     ends = {"heads": pool.heads, "tails": pool.tails, "ring": pool.ring, "counters": pool.counters}
     pages = pool.device_pages, pool.host_pages

@@ -19,6 +19,7 @@ from megatron.core.transformer.moe.paged_stash import (
     gated_activation,
     grouped_gemm,
 )
+from megatron.core.transformer.moe.static_rows import order_by_expert
 from tests.unit_tests.core.models.small_models import small_config
 from tests.unit_tests.core.transformer.moe.paged_stash.expert_models import assert_same, is_empty_sync, make_stash
 
@@ -82,12 +83,16 @@ def test_products_of_ours_know_their_rows_where_all_sizes_coincide(ffn: int, ran
 @pytest.mark.parametrize("experts", [2, C])
 @pytest.mark.parametrize("ffn", [8, 16])
 @pytest.mark.parametrize("rank", [4, 16])
-@pytest.mark.parametrize("pages", [110, 4000])  # with 110 pages some tensors are recomputed
+# With 110 pages some tensors are recomputed. By hooks, gate_up is stored like x.
+@pytest.mark.parametrize("pages, by_hooks", [(110, False), (4000, False), (4000, True)])
 def test_static_experts_take_their_rows_alone_where_all_sizes_coincide(
-    experts: int, ffn: int, rank: int, pages: int
+    experts: int, ffn: int, rank: int, pages: int, by_hooks: bool
 ) -> None:
     last = torch.arange(experts) - experts + 1 + LIVE
     counts = last.clamp(min=0).diff(prepend=torch.zeros(1, dtype=torch.int64))
+    chosen = torch.arange(experts).repeat_interleave(counts)
+    # Tokens that are sorted by expert already; the last ones have none.
+    order = order_by_expert(F.pad(chosen, (0, C - LIVE), value=experts).view(-1, 1), experts, capacity=C)
     config = small_config(
         hidden_size=C,
         num_moe_experts=experts,
@@ -111,10 +116,15 @@ def test_static_experts_take_their_rows_alone_where_all_sizes_coincide(
             torch.nn.init.normal_(parameter, std=0.2)
         hidden, weights = torch.randn(C, C), torch.rand(C, requires_grad=True)
         for number, layer in enumerate(layers):
-            name, takes = str(number), RowTensors.DECLARED
-            around = nullcontext() if stash is None else stash.context(name, LIVE, max_rows=C, takes=takes)
-            with around as group:
-                hidden = layer(hidden, counts, weights * 1.0, group=group)[0]
+            name, scale = str(number), (weights * 1.0).view(-1, 1)
+            if stash is None:
+                hidden = layer(hidden, order.rows_per_group, scale, order=order)[0]
+            elif by_hooks:
+                with stash.context(name, order.num_rows, max_rows=C, takes=RowTensors.DECLARED):
+                    hidden = layer(hidden, order.rows_per_group, scale, order=order)[0]
+            else:
+                with stash.begin(name, order.num_rows, max_rows=C) as stashed:
+                    hidden = layer(hidden, order.rows_per_group, scale, order=order, stashed=stashed)[0]
         hidden[:LIVE].square().sum().backward()
         assert weights.grad is not None
         grads = [one.grad for layer in layers for one in layer.parameters() if one.grad is not None]

@@ -68,7 +68,7 @@ def test_a_group_is_one_launch_of_each_kernel_and_tier(
     )
     pool = PagePool("cpu", PoolLayout(64, 40, 8))
     group = pool.open_group([TensorSpec(64, 64, 3)] * 16)
-    state = {"table": group.slab.table, "held": group.slab.held, "layout": pool.layout.encode()}
+    state = {"table": group.slab.table, "held": group.slab.held, "layout": pool.layout.numbers}
     state["tensors"] = group.calls[0].tensors
     ends = {"heads": pool.heads, "tails": pool.tails, "ring": pool.ring, "counters": pool.counters}
     memories = [torch.arange(192, dtype=torch.uint8) for _ in range(16)]
@@ -96,7 +96,7 @@ def test_no_number_makes_triton_compile_anew(monkeypatch: pytest.MonkeyPatch) ->
         pool = PagePool("cpu", layout)
         for num_tensors, row_bytes, max_rows in ((3, 1, 1), (4, 16, 3), (3, 7, 16), (4, 32, 17), (3, 2**31, 2**4)):
             group = pool.open_group([TensorSpec(row_bytes, row_bytes + gap, max_rows) for gap in range(num_tensors)])
-            state = {"table": group.slab.table, "held": group.slab.held, "layout": layout.encode()}
+            state = {"table": group.slab.table, "held": group.slab.held, "layout": layout.numbers}
             state["tensors"] = group.calls[0].tensors
             ends = {"heads": pool.heads, "tails": pool.tails, "ring": pool.ring, "counters": pool.counters}
             memory = torch.empty(64, dtype=torch.uint8)

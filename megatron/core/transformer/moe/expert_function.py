@@ -1,0 +1,444 @@
+"""expert_outputs: the grouped experts of a rank as one autograd function, from received tokens to their sums.
+
+N received tokens, K choices of a token, R rows, e experts, H hidden, F width of one expert, r width of adapters. In a
+static buffer of C rows the first R are live, and only the device knows R:
+
+    rows, scale = x, probs, copied in the order of the experts    [R, H], [R]     or given in this order
+    gate_up = rows W1 + b1 + f1 (rows A1) B1                      [R, 2F]         fc1
+    act = activation(gate_up) * scale                             [R, F]
+    output = act W2 + scale b2 + f2 (act A2) B2                   [R, H]          fc2
+    result = the sum of each token's rows of output               [N, H]          or the output itself
+
+Backward reads rows, scale, gate_up and the low-rank products rows A1 and act A2. Nothing else of R rows is saved; act
+is computed again, as in tensor_parallel/activated_product.py. It is one function, because on a GPU the host must launch
+a layer's kernels faster than they run, and because a function that owns its tensors frees each after its last use, and
+passes a stash exactly the tensors to store, without hooks on saved tensors.
+
+[Note: dropped gate_up] If a stash runs out of pages, it drops gate_up, which backward then computes again from the
+rows. The result is bit-identical, because the recomputation runs the same operations in the same order as the forward.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.core.autograd import (
+    PlainFunction,
+    first_order,
+    packed,
+    require_kept,
+    save_early,
+    saved_early,
+    unpacked,
+)
+from megatron.core.device.torch_internals import active_hooks, graph_is_kept
+from megatron.core.fusions.gated_activation import GatedActivation
+from megatron.core.tensor_parallel.weight_grads import hand_over
+from megatron.core.transformer.module import LayerParts, Run, run
+from megatron.core.transformer.moe.grouped_gemm import (
+    ExpertGrads,
+    ProductKernel,
+    input_grad,
+    multiply,
+    product_kernel,
+)
+from megatron.core.transformer.moe.paged_stash import Recompute, StashedRows, recompute_gate_up
+from megatron.core.transformer.moe.paged_stash.expert_ops import ops
+from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
+from megatron.core.transformer.moe.static_rows import StaticOrder, gather, sum_slots
+
+
+class ExpertLinear(NamedTuple):
+    """The parameters of fc1 or fc2 of a rank's experts, of one float dtype: rows W + b + f (rows A) B.
+
+    weight: W, [e, I, O], or a shape that can be viewed as such. bias: [e, O] or None. a: [e, I, r] and b: [e, r, O], or
+    None without an adapter.
+    """
+
+    weight: Tensor
+    bias: Tensor | None = None
+    a: Tensor | None = None
+    b: Tensor | None = None
+
+    @property
+    def num_tensors(self) -> int:
+        """Number of parameters."""
+        return 1 + (self.bias is not None) + 2 * (self.a is not None)
+
+
+class ExpertMath(NamedTuple):
+    """What experts compute besides products with their weights.
+
+    is_static: whether rows are in a static buffer. share: fraction of fc2's bias that this rank adds. factors: f of the
+    adapters of fc1 and fc2. parts: runners of expert_fc1 and moe_act, within which their tensors are saved.
+    """
+
+    activation: GatedActivation
+    is_static: bool
+    share: float
+    factors: tuple[float, float]
+    parts: LayerParts
+
+
+class _Call(NamedTuple):
+    """The arguments of a call that are not differentiable, and the parameters themselves."""
+
+    fcs: tuple[ExpertLinear, ExpertLinear]
+    math: ExpertMath
+    offsets: Tensor
+    num_rows: Tensor | None
+    order: StaticOrder | None
+    stashed: StashedRows | None
+
+
+def expert_outputs(
+    x: Tensor,
+    probs: Tensor,
+    fc1: ExpertLinear,
+    fc2: ExpertLinear,
+    *,
+    math: ExpertMath,
+    offsets: Tensor,
+    order: StaticOrder | None = None,
+    stashed: StashedRows | None = None,
+) -> Tensor:
+    """Applies the experts and multiplies each row's output by its routing weight. Includes the biases.
+
+    x: [N, H], parameter dtype, and probs: [N, K], float, with an order, which assigns rows of the buffer to them;
+    without one, rows [R, H] sorted by expert, and their weights [R]. offsets: [e], int32, on the device: end of each
+    expert's rows. stashed: stores the live rows for backward; requires an order. Returns [N, H] with an order, else
+    [R, H], parameter dtype; the result and gradients of rows that are not live are undefined. Gradients of weights and
+    of adapters' A go to their owners, if they have any (weight_grads.py). Second derivatives exist only without a
+    static buffer, biases and adapters, and only for torch's kernels.
+    """
+    num_rows = None
+    if math.is_static:
+        num_rows = offsets[-1:].long() if order is None else order.num_rows
+    result: Tensor = _Experts.apply(_Call((fc1, fc2), math, offsets, num_rows, order, stashed), x, probs, *fc1, *fc2)
+    return result
+
+
+class _Needs(NamedTuple):
+    """Which arguments need a gradient; bools in place of tensors."""
+
+    x: bool
+    probs: bool
+    fc1: ExpertLinear
+    fc2: ExpertLinear
+
+    @staticmethod
+    def of(flags: tuple[Any, ...]) -> "_Needs":
+        return _Needs(flags[1], flags[2], ExpertLinear(*flags[3:7]), ExpertLinear(*flags[7:]))
+
+    @property
+    def gate_up(self) -> bool:
+        """Whether anything that gate_up is computed from needs a gradient."""
+        return self.x or any(self.fc1)
+
+
+class _SavedRows:
+    """The tensors of R rows that backward reads: held here, by hooks on saved tensors, or in the pages of a stash."""
+
+    def __init__(self, needs: _Needs, call: _Call) -> None:
+        is_needed = needs.probs or needs.gate_up or any(needs.fc2)
+        self._stashed = call.stashed if is_needed else None
+        self.may_drop = self._stashed is not None and self._stashed.may_recompute
+        self._wanted = {
+            "rows": needs.fc1.weight or needs.fc1.a or self.may_drop,
+            "low1": needs.fc1.b or self.may_drop,
+            "low2": needs.fc2.b,
+            "scale": is_needed,
+            "gate_up": is_needed,
+        }
+        self._held: dict[str, Any] = {}
+        self._is_packed = False
+
+    def wants(self, name: str) -> bool:
+        """Returns whether backward reads the tensor `name`."""
+        return bool(self._wanted[name])
+
+    def save(self, part: Run, **tensors: Tensor | None) -> None:
+        """Saves those of the tensors, [R, *] or [C, *], that backward reads, within a part of the layer."""
+        chosen = {name: tensor for name, tensor in tensors.items() if tensor is not None and self._wanted[name]}
+        if self._stashed is None and chosen and (part is not run or active_hooks() is not None):
+            say_rows_and_others(list(chosen.values()), [])
+            # A part installs its hooks only if gradients are enabled, which they are not inside of a Function.
+            with torch.enable_grad():
+                chosen = dict(zip(chosen, part(packed, *chosen.values())))
+            self._is_packed = True
+        self._held |= chosen
+
+    def end(self, fc1: ExpertLinear, call: _Call) -> None:
+        """Passes the tensors to the stash, if there is one."""
+        if self._stashed is None:
+            return
+        gate_up = self._held.pop("gate_up")
+        inputs = {name: self._held[name] for name in self._wanted if name in self._held}
+        again = None
+        if self.may_drop:
+            again = _recompute_of(fc1, call, hidden=inputs["rows"].shape[1])
+        num_sources = sum(name in inputs for name in ("rows", "low1"))
+        self._stashed.save(list(inputs.values()), gate_up, recompute=again, num_sources=num_sources)
+        # From here on, only the names are needed.
+        self._held = dict.fromkeys((*inputs, "gate_up"))
+
+    def take(self) -> dict[str, Tensor]:
+        """Returns the saved tensors by name, and frees them unless this backward retains the graph."""
+        is_kept = graph_is_kept()
+        if self._stashed is not None:
+            return dict(zip(self._held, self._stashed.read(keep=is_kept)))
+        require_kept(self._held)
+        held = self._held
+        if not is_kept:
+            self._held = {}
+        return dict(zip(held, unpacked([*held.values()]))) if self._is_packed else held
+
+
+def _recompute_of(fc1: ExpertLinear, call: _Call, *, hidden: int) -> Recompute:
+    """Returns a function that computes a dropped gate_up again. See [Note: dropped gate_up]."""
+    matrices = fc1.weight.view(call.offsets.shape[0], hidden, -1)
+    low_rank = None if fc1.b is None else (fc1.b, call.math.factors[0])
+    return recompute_gate_up(matrices, call.offsets, bias=fc1.bias, low_rank=low_rank)
+
+
+def _kernel_of(
+    rows: Tensor, weight: Tensor, *, offsets: Tensor, is_static: bool, is_recomputed: bool = False
+) -> ProductKernel:
+    inner = rows.shape[1]
+    widths = (inner, weight.numel() // (offsets.shape[0] * inner))
+    return product_kernel(rows.dtype, rows.device, widths=widths, is_static=is_static, is_recomputed=is_recomputed)
+
+
+class _Experts(PlainFunction):
+    @staticmethod
+    def forward(ctx: Any, call: _Call, x: Tensor, probs: Tensor, *tensors: Any) -> Tensor:
+        (fc1, fc2), math, offsets, num_rows, order, _ = call
+        # The parameters themselves, because hooks on saved tensors may return different tensors.
+        ctx.fcs, ctx.math, ctx.probs_shape, ctx.is_ordered = call.fcs, math, probs.shape, order is not None
+        ctx.needs = _Needs.of(ctx.needs_input_grad)
+        ctx.saved = saved = _SavedRows(ctx.needs, call)
+        # Arguments are not this function's own, so autograd saves them, which notices if they are changed.
+        given = order is None and math.parts.expert_fc1 is run and math.parts.moe_act is run
+        maps = (None, None) if order is None else (order.token_of_row, order.row_of_slot)
+        others = (offsets, num_rows, *maps, *tensors)
+        if active_hooks() is not None:
+            say_rows_and_others([x, probs] if given else [], others)
+        save_early(ctx, x if given and saved.wants("rows") else None, probs if given else None, *others)
+
+        rows, scale = x, probs
+        if order is not None:
+            rows, scale = _dispatched(x, probs, order)
+        static = math.is_static
+        kernel1 = _kernel_of(rows, fc1.weight, offsets=offsets, is_static=static, is_recomputed=saved.may_drop)
+        low1 = _low_product(fc1, rows, offsets=offsets, is_static=static)
+        gate_up = multiply(rows, fc1.weight, offsets=offsets, kernel=kernel1)
+        _add_to(gate_up, fc1, low1, offsets=offsets, scale=None, share=1.0, factor=math.factors[0])
+        saved.save(math.parts.expert_fc1, rows=None if given else rows, low1=low1)
+        saved.save(math.parts.moe_act, gate_up=gate_up, scale=None if given else scale)
+        act = math.activation(gate_up, scale, num_rows)
+        kernel2 = _kernel_of(act, fc2.weight, offsets=offsets, is_static=static)
+        low2 = _low_product(fc2, act, offsets=offsets, is_static=static)
+        if low2 is not None:
+            saved.save(math.parts.moe_act, low2=low2)
+        output = multiply(act, fc2.weight, offsets=offsets, kernel=kernel2)
+        _add_to(output, fc2, low2, offsets=offsets, scale=scale, share=math.share, factor=math.factors[1])
+        saved.end(fc1, call)
+        ctx.kernels = kernel1, kernel2
+        return output if order is None else _combined(output, order)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (_second_order if torch.is_grad_enabled() and _is_differentiable(ctx) else _first_order)(ctx, grad)
+
+
+def _dispatched(x: Tensor, probs: Tensor, order: StaticOrder) -> tuple[Tensor, Tensor]:
+    """Copies tokens, [N, H], and their weights, [N, K], into the rows of a buffer: [C, H] and [C]."""
+    rows = gather(x, order.token_of_row, num_rows=order.num_rows)
+    return rows, gather(probs.reshape(-1, 1), order.slot_of_row, num_rows=order.num_rows).view(-1)
+
+
+def _dispatched_grads(
+    rows: Tensor | None, scale: Tensor | None, row_of_slot: Tensor, *, shape: torch.Size
+) -> tuple[Tensor | None, Tensor | None]:
+    """Returns the gradients of tokens and weights, [N, H] and `shape`, from those of rows and scale, [C, H] and [C]."""
+    grad_x = None if rows is None else sum_slots(rows, row_of_slot)
+    if scale is None:
+        return grad_x, None
+    return grad_x, sum_slots(scale.view(-1, 1), row_of_slot.view(-1, 1)).view(shape)
+
+
+def _combined(output: Tensor, order: StaticOrder) -> Tensor:
+    """Sums the rows of each token; output: [C, H]. Returns [N, H]."""
+    return sum_slots(output, order.row_of_slot)
+
+
+def _combined_grad(grad: Tensor, token_of_row: Tensor, *, num_rows: Tensor) -> Tensor:
+    """Returns the gradient of the summed rows, [C, H]; grad: that of the sums, [N, H]."""
+    return gather(grad, token_of_row, num_rows=num_rows)
+
+
+def _low_product(fc: ExpertLinear, rows: Tensor, *, offsets: Tensor, is_static: bool) -> Tensor | None:
+    """Returns rows A, [R, r], or None without an adapter; rows: [R, I]."""
+    if fc.a is None:
+        return None
+    kernel = _kernel_of(rows, fc.a, offsets=offsets, is_static=is_static)
+    return multiply(rows, fc.a, offsets=offsets, kernel=kernel)
+
+
+def _add_to(
+    product: Tensor,
+    fc: ExpertLinear,
+    low: Tensor | None,
+    *,
+    offsets: Tensor,
+    scale: Tensor | None,
+    share: float,
+    factor: float,
+) -> None:
+    """Adds a bias and an adapter's output to rows W, [R, O], in place. low: [R, r] or None."""
+    if fc.bias is not None:
+        ops.add_expert_bias(product, fc.bias, scale=scale, offsets=offsets, share=share)
+    if low is not None:
+        ops.add_low_rank(product, low, weight=fc.b, offsets=offsets, scale=factor)
+
+
+@first_order
+def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    needs, math = ctx.needs, ctx.math
+    x, probs, offsets, num_rows, token_of_row, row_of_slot, *tensors = saved_early(ctx)
+    fc1, fc2 = ExpertLinear(*tensors[:4]), ExpertLinear(*tensors[4:])
+    kept = ctx.saved.take()
+    rows, scale, low1 = kept.get("rows", x), kept.get("scale", probs), kept.get("low1")
+    if ctx.is_ordered:
+        grad = _combined_grad(grad, token_of_row, num_rows=num_rows)
+
+    grad_scale = None
+    if fc2.bias is not None and needs.probs:
+        grad_scale = torch.empty_like(scale)
+        ops.expert_bias_scale_grad(grad, fc2.bias, offsets=offsets, share=math.share, out=grad_scale)
+    needs_act_grad = needs.gate_up or needs.probs
+    back = _back_through(
+        fc2, needs.fc2, grad, kept.get("low2"), needs_rows=needs_act_grad, offsets=offsets, factor=math.factors[1]
+    )
+    bias2 = _bias_grad(ctx.fcs[1].bias, grad, scale=scale, offsets=offsets) if needs.fc2.bias else None
+    activated = math.activation.gradients(
+        back.rows,
+        kept["gate_up"],
+        scale,
+        num_rows,
+        needs=(needs.gate_up, needs.probs),
+        needs_act=bool(needs.fc2.weight or needs.fc2.a),
+    )
+    grad_gate_up, act = activated.gate_up, activated.act
+    if needs.probs:
+        grad_scale = activated.scale if grad_scale is None else activated.scale + grad_scale
+    # Each tensor is freed after its last use, because the gradients of weights may be as large.
+    back.rows = activated = kept = None
+    weight2, a2 = _weight_grads(ctx, 1, needs.fc2, act, grad, back.low, offsets=offsets)
+    fc2_grads = (weight2, bias2, a2, back.b)
+    del act, grad, back
+
+    back = _back_through(
+        fc1, needs.fc1, grad_gate_up, low1, needs_rows=needs.x, offsets=offsets, factor=math.factors[0]
+    )
+    bias1 = _bias_grad(ctx.fcs[0].bias, grad_gate_up, scale=None, offsets=offsets) if needs.fc1.bias else None
+    weight1, a1 = _weight_grads(ctx, 0, needs.fc1, rows, grad_gate_up, back.low, offsets=offsets)
+    grad_weights = (weight1, bias1, a1, back.b, *fc2_grads)
+    grad_rows = back.rows
+    del rows, grad_gate_up, low1, back
+    if not ctx.is_ordered:
+        return None, grad_rows, grad_scale, *grad_weights
+    return None, *_dispatched_grads(grad_rows, grad_scale, row_of_slot, shape=ctx.probs_shape), *grad_weights
+
+
+@dataclass(slots=True)
+class _Back:
+    """Gradients of fc1 or fc2: of input rows, [R, I], of rows A, [R, r], and of B, [e, r, O]; None if not needed."""
+
+    rows: Tensor | None = None
+    low: Tensor | None = None
+    b: Tensor | None = None
+
+
+def _back_through(
+    fc: ExpertLinear,
+    needs: ExpertLinear,
+    grad: Tensor,
+    low: Tensor | None,
+    *,
+    needs_rows: bool,
+    offsets: Tensor,
+    factor: float,
+) -> _Back:
+    """Computes the gradients of fc1 or fc2 that do not depend on its input rows. grad: [R, O]; low: rows A, [R, r]."""
+    back = _Back()
+    if fc.b is not None:
+        if needs.b:
+            back.b = torch.empty_like(fc.b)
+            ops.grouped_gemm_weight_grad(low, grad, offsets=offsets, out=back.b)
+            back.b.mul_(factor)
+        if needs_rows or needs.a:
+            back.low = grad.new_empty(grad.shape[0], fc.b.shape[1])
+            ops.grouped_gemm(grad, fc.b.transpose(1, 2), offsets=offsets, out=back.low)
+            # This also scales the undefined contents of rows that are not live.
+            back.low.mul_(factor)
+    if needs_rows:
+        back.rows = input_grad(grad, fc.weight, offsets=offsets)
+        if fc.a is not None and back.low is not None:
+            back.rows += input_grad(back.low, fc.a, offsets=offsets)
+    return back
+
+
+def _weight_grads(
+    ctx: Any, number: int, needs: ExpertLinear, rows: Tensor, grad: Tensor, grad_low: Tensor | None, *, offsets: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """Passes the gradients of W and A to their owners, or returns them. number: 0 for fc1; rows: [R, I]; grad: [R, O].
+
+    grad_low: of rows A, [R, r].
+    """
+    fc = ctx.fcs[number]
+    # next_functions lists tensors only: x, probs, and the parameters that experts have.
+    place = 2 + ctx.fcs[0].num_tensors if number else 2
+    weight = a = None
+    if needs.weight:
+        product = ExpertGrads(rows, grad, offsets, fc.weight.shape, ctx.kernels[number])
+        weight = hand_over(fc.weight, product, node=ctx.next_functions[place][0])
+    if needs.a and grad_low is not None:
+        kernel = _kernel_of(rows, fc.a, offsets=offsets, is_static=ctx.math.is_static)
+        product = ExpertGrads(rows, grad_low, offsets, fc.a.shape, kernel)
+        place += 1 if fc.bias is None else 2
+        a = hand_over(fc.a, product, node=ctx.next_functions[place][0])
+    return weight, a
+
+
+def _bias_grad(bias: Tensor, grad: Tensor, *, scale: Tensor | None, offsets: Tensor) -> Tensor:
+    out = torch.empty_like(bias)
+    ops.expert_bias_grad(grad, scale=scale, offsets=offsets, out=out)
+    return out
+
+
+def _is_differentiable(ctx: Any) -> bool:
+    fc1, fc2 = ctx.fcs
+    return (
+        not ctx.math.is_static
+        and fc1.num_tensors == fc2.num_tensors == 1
+        and ctx.saved.wants("rows")
+        and ctx.kernels == (ProductKernel.TORCH, ProductKernel.TORCH)
+    )
+
+
+def _second_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Differentiates the same computation by functions of torch, whose gradients can be differentiated further."""
+    x, probs, offsets, _, _, _, *tensors = saved_early(ctx)
+    kept = ctx.saved.take()
+    x, probs = kept.get("rows", x), kept.get("scale", probs)
+    weight1, weight2 = tensors[0], tensors[4]
+    act = ctx.math.activation(multiply(x, weight1, offsets=offsets), probs)
+    output = multiply(act, weight2, offsets=offsets)
+    inputs = (x, probs, weight1, None, None, None, weight2, None, None, None)
+    needs = ctx.needs_input_grad[1:]
+    needed = [one for one, is_needed in zip(inputs, needs) if is_needed]
+    found = iter(torch.autograd.grad(output, needed, grad, create_graph=True))
+    return None, *(next(found) if is_needed else None for is_needed in needs)
