@@ -13,10 +13,11 @@ import numpy as np
 from megatron.core.transformer.moe.paged_stash import Counter, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.arithmetic import PageMove, ReserveRow, reserve_table, resident_groups
 from megatron.core.transformer.moe.paged_stash.page_layout import (
-    COUNTER_OF_DROPPED,
     LEAST_IMPORTANT,
+    PageAccount,
     PagesByPriority,
     pages_for,
+    planning_order,
 )
 from megatron.core.transformer.moe.paged_stash.sizing import (
     HEADROOM,
@@ -541,82 +542,33 @@ def simulate_pools(
 ) -> PoolOutcomes:
     """Simulates S = num_steps steps with the given page moves. Each step starts with empty pools.
 
-    specs: tensors of Priority.INPUT and GATE_UP. The results equal those of PoolModel in arithmetic.py if no group has
-    more rows than its buffers.
+    specs: tensors of Priority.INPUT and GATE_UP. No group may have more rows than its buffers.
     """
-    pools = _Pools(sizes, num_steps)
+    shape = num_steps, len(sizes.device_pages)
+    tiers = tuple(np.broadcast_to(pages, shape).astype(np.int64) for pages in (sizes.device_pages, sizes.host_pages))
+    counters: dict[Counter, np.ndarray] = {counter: np.zeros(shape, dtype=np.int64) for counter in _COUNTED}
+    account = PageAccount(sizes.page_bytes, (tiers[0], tiers[1]), list(tiers), counters)
     held: dict[GroupKey, tuple[np.ndarray, np.ndarray]] = {}
-    by_priority = sorted(specs, key=lambda spec: spec.priority)
+    dropped_rows, by_priority = np.zeros(shape, dtype=np.int64), [specs[index] for index in planning_order(specs)]
     for move in moves:
-        if move.is_taken:
-            left_free = None if reserves is None else reserves.of(move.forward_index)
-            held[move.group] = pools.allocate(rows(move.group), by_priority, left_free=left_free)
-        else:
-            pools.release(*held.pop(move.group))
-    return PoolOutcomes(pools.counters, pools.dropped_rows)
-
-
-@dataclass
-class _Pools:
-    """Free pages and counters of every rank's pool in every step, [S, N], int64."""
-
-    sizes: PoolSizes
-    num_steps: int
-    free_device: np.ndarray = field(init=False)
-    free_host: np.ndarray = field(init=False)
-    counters: dict[Counter, np.ndarray] = field(init=False)
-    dropped_rows: np.ndarray = field(init=False)
-
-    def __post_init__(self) -> None:
-        shape = self.num_steps, len(self.sizes.device_pages)
-        self.free_device = np.broadcast_to(self.sizes.device_pages, shape).astype(np.int64)
-        self.free_host = np.broadcast_to(self.sizes.host_pages, shape).astype(np.int64)
-        self.counters = {counter: np.zeros(shape, dtype=np.int64) for counter in _COUNTED}
-        self.dropped_rows = np.zeros(shape, dtype=np.int64)
-
-    def allocate(
-        self, live: np.ndarray, specs: Sequence[TensorSpec], *, left_free: np.ndarray | None
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Allocates pages for a group's tensors, in the order of specs.
-
-        Returns the numbers of device pages and of host pages, [S, N], int64.
-        """
-        device, host = np.zeros_like(self.free_device), np.zeros_like(self.free_host)
-        for spec in specs:
-            tokens_rows = live if spec.tokens_per_row == 1 else -(-live // spec.tokens_per_row)
-            num_bytes = tokens_rows * spec.row_bytes
-            need = -(-num_bytes // self.sizes.page_bytes)
-            asked = need if left_free is None or spec.priority is Priority.INPUT else need + left_free[spec.priority]
-            admitted = (asked <= self.free_device + self.free_host) | (need == 0)
-            got = need * admitted
-            on_device = np.minimum(got, self.free_device)
-            on_host = got - on_device
-            self.free_device -= on_device
-            self.free_host -= on_host
-            device += on_device
-            host += on_host
-            self.counters[Counter.SPILLED_PAGES] += on_host
-            self.counters[Counter.LIVE_BYTES] += num_bytes * admitted
-            self._count_dropped(spec.priority, ~admitted, live=live)
-        self.counters[Counter.PLANNED_PAGES] += device + host
-        self._raise_high_water()
-        return device, host
-
-    def release(self, device: np.ndarray, host: np.ndarray) -> None:
-        """Frees numbers of device and host pages that `allocate` returned."""
-        self.free_device += device
-        self.free_host += host
-
-    def _count_dropped(self, priority: Priority, dropped: np.ndarray, *, live: np.ndarray) -> None:
-        if not dropped.any():
-            return
-        self.counters[COUNTER_OF_DROPPED[priority]] += dropped
-        if priority is Priority.GATE_UP:
-            self.dropped_rows += live * dropped
-
-    def _raise_high_water(self) -> None:
-        for counter, pages, free in (
-            (Counter.HIGH_WATER_DEVICE, self.sizes.device_pages, self.free_device),
-            (Counter.HIGH_WATER_HOST, self.sizes.host_pages, self.free_host),
-        ):
-            np.maximum(self.counters[counter], pages - free, out=self.counters[counter])
+        if not move.is_taken:
+            pages, on_host = held.pop(move.group)
+            account.give_back(pages, on_host=on_host)
+            continue
+        left_free = None if reserves is None else reserves.of(move.forward_index)
+        pages, on_host = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+        live = rows(move.group)
+        for spec in by_priority:
+            got = account.take(
+                live,
+                row_bytes=spec.row_bytes,
+                tokens_per_row=spec.tokens_per_row,
+                priority=spec.priority,
+                reserve=0 if left_free is None or spec.priority is Priority.INPUT else left_free[spec.priority],
+            )
+            pages, on_host = pages + got.pages, on_host + got.on_host
+            if spec.priority is Priority.GATE_UP:
+                dropped_rows += live * got.is_dropped
+        account.end_plan()
+        held[move.group] = pages, on_host
+    return PoolOutcomes(counters, dropped_rows)

@@ -265,7 +265,7 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
         return tokens, probs
 
     def order_received(self, hidden_states: Tensor) -> StaticOrder:
-        """Returns the order that was computed before the tokens were gathered; hidden_states: [N, H], any float dtype."""
+        """Returns the order that order_rows computed; hidden_states: [N, H], any float dtype."""
         order: StaticOrder = self._passage
         num_tokens = hidden_states.shape[0] // self.budget.num_ranks
         self._record(self.budget.demand_on_rank(order.rows_needed, num_tokens), num_tokens)

@@ -4,19 +4,19 @@ All functions are pure, and nothing runs on a device. stash_order.py defines the
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
 from megatron.core.transformer.moe.paged_stash.page_layout import (
-    COUNTER_OF_DROPPED,
     LEAST_IMPORTANT,
     Counter,
+    PageAccount,
     PagesByPriority,
     PoolLayout,
     Priority,
     TensorSpec,
-    live_rows,
+    planning_order,
 )
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, GroupKey, StashEvent, StashOrder
 
@@ -164,64 +164,49 @@ class TensorPages:
     dropped: bool = False
 
 
-@dataclass
 class PoolModel:
-    """Pool without memory that makes the same decisions and updates the same counters as the planning kernel."""
+    """Pool without memory: numbers of pages and counters by the rules of PageAccount.
 
-    layout: PoolLayout
-    held: dict[GroupKey, list[TensorPages]] = field(default_factory=dict)
-    counters: dict[Counter, int] = field(default_factory=lambda: dict.fromkeys(Counter, 0))
+    held: the pages of each group, in the order of its specs. counters: as in a pool.
+    """
+
+    def __init__(self, layout: PoolLayout) -> None:
+        self.layout = layout
+        self.held: dict[GroupKey, list[TensorPages]] = {}
+        self.counters: dict[Counter, int] = dict.fromkeys(Counter, 0)
+        sizes = layout.device_pages, layout.host_pages
+        self._account = PageAccount(layout.page_bytes, sizes, list(sizes), self.counters)
 
     @property
     def free(self) -> tuple[int, int]:
         """Number of free pages on the device and on the host."""
-        taken = [one for tensors in self.held.values() for one in tensors]
-        device = self.layout.device_pages - sum(one.device for one in taken)
-        return device, self.layout.host_pages - sum(one.host for one in taken)
+        device, host = self._account.free
+        return device, host
 
     def plan(
         self, group: GroupKey, specs: Sequence[TensorSpec], *, num_rows: int, reserve: ReserveRow = (0, 0, 0)
     ) -> list[TensorPages]:
         """Allocates pages for a group's tensors, the most important first. Returns the pages in the order of specs."""
-        most = min((spec.max_tokens for spec in specs), default=num_rows)
-        tokens = min(max(num_rows, 0), most)
-        if tokens != num_rows:
-            self.counters[Counter.BAD_COUNT] += 1
-            self.counters[Counter.VOID] += 1
+        tokens = self._account.checked_count(num_rows, min((spec.max_tokens for spec in specs), default=num_rows))
         got: dict[int, TensorPages] = {}
-        device, host = self.free
-        for index in sorted(range(len(specs)), key=lambda index: specs[index].priority):
-            spec = specs[index]
-            num_bytes = live_rows(spec, tokens) * spec.row_bytes
-            need = self.layout.pages_for(num_bytes)
-            admitted = need == 0 or need + reserve[spec.priority] <= device + host
-            on_device = min(need, device) if admitted else 0
-            got[index] = TensorPages(on_device, need - on_device if admitted else 0, dropped=not admitted)
-            device, host = device - got[index].device, host - got[index].host
-            self._count(spec.priority, got[index], num_bytes=num_bytes)
+        for index in planning_order(specs):
+            one = specs[index]
+            _, pages, on_host, is_dropped = self._account.take(
+                tokens,
+                row_bytes=one.row_bytes,
+                tokens_per_row=one.tokens_per_row,
+                priority=one.priority,
+                reserve=reserve[one.priority],
+            )
+            got[index] = TensorPages(pages - on_host, on_host, dropped=is_dropped)
+        self._account.end_plan()
         self.held[group] = [got[index] for index in range(len(specs))]
-        self._raise_high_water()
         return self.held[group]
 
     def release(self, group: GroupKey) -> None:
         """Frees the group's pages. Does nothing for groups without pages."""
-        self.held.pop(group, None)
-
-    def _count(self, priority: Priority, got: TensorPages, *, num_bytes: int) -> None:
-        if got.dropped:
-            self.counters[COUNTER_OF_DROPPED[priority]] += 1
-            return
-        self.counters[Counter.PLANNED_PAGES] += got.device + got.host
-        self.counters[Counter.SPILLED_PAGES] += got.host
-        self.counters[Counter.LIVE_BYTES] += num_bytes
-
-    def _raise_high_water(self) -> None:
-        device, host = self.free
-        for counter, held in (
-            (Counter.HIGH_WATER_DEVICE, self.layout.device_pages - device),
-            (Counter.HIGH_WATER_HOST, self.layout.host_pages - host),
-        ):
-            self.counters[counter] = max(self.counters[counter], held)
+        for one in self.held.pop(group, ()):
+            self._account.give_back(one.device + one.host, on_host=one.host)
 
 
 @dataclass(frozen=True)

@@ -41,10 +41,9 @@ from torch import Tensor
 
 from megatron.core.operator_library import Register, operator
 from megatron.core.transformer.moe.paged_stash.page_layout import (
-    COUNTER_OF_DROPPED,
-    Counter,
     EncodedTensor,
     Held,
+    PageAccount,
     Priority,
     split_tensors,
 )
@@ -90,37 +89,35 @@ def plan(
 ) -> None:
     """Allocates pages for a group's tensors, the most important first, and marks the others as dropped.
 
-    num_rows: [1], int64; reserve: [3], int64. See [Note: operands].
+    num_rows: [1], int64; reserve: [3], int64. See [Note: operands]. See [Note: rules] in page_layout.py.
     """
     encoded, (page_bytes, device_pages, host_pages) = split_tensors(tensors), layout
     records, tally, ends = _read_records(held, encoded), _read(counters), _read(heads)
-    live = _checked_count(num_rows, encoded, tally=tally.values)
-    end, kept, last = ends.values, reserve.tolist(), tails.tolist()
+    end, reserved, last = ends.values, reserve.tolist(), tails.tolist()
     table_ids, free_ids = table.numpy(), ring.numpy()
     for ids, head, tail in zip((free_ids[:device_pages], free_ids[device_pages:]), end, last):
         _sort_free(ids, head, tail)
+    free = [last[0] - end[0], last[1] - end[1]]
+    account = PageAccount(page_bytes, (device_pages, host_pages), free, tally.values)
+    (count,) = num_rows.tolist()
+    live = account.checked_count(count, min(one.max_rows * one.tokens_per_row for one in encoded))
     for one in encoded:
-        rows = -(-live // one.tokens_per_row)
-        need = -(-rows * one.row_bytes // page_bytes)
-        if need and need + kept[one.priority] > sum(last) - sum(end):
-            records.write(one.slot, [0, rows, 1, 0])
-            tally.values[COUNTER_OF_DROPPED[Priority(one.priority)]] += 1
-            continue
-        on_device = min(need, last[0] - end[0])
-        records.write(one.slot, [need, rows, 0, need - on_device])
-        ids = table_ids[one.table_start : one.table_start + need]
+        rows, pages, on_host, is_dropped = account.take(
+            live,
+            row_bytes=one.row_bytes,
+            tokens_per_row=one.tokens_per_row,
+            priority=Priority(one.priority),
+            reserve=reserved[one.priority],
+        )
+        records.write(one.slot, [pages, rows, int(is_dropped), on_host])
+        ids, on_device = table_ids[one.table_start : one.table_start + pages], pages - on_host
         for into, freed in _ring_parts(ids[:on_device], free_ids[:device_pages], position=end[0]):
             into[:] = freed
         for into, freed in _ring_parts(ids[on_device:], free_ids[device_pages:], position=end[1]):
             into[:] = freed
         end[0] += on_device
-        end[1] += need - on_device
-        tally.values[Counter.PLANNED_PAGES] += need
-        tally.values[Counter.SPILLED_PAGES] += need - on_device
-        tally.values[Counter.LIVE_BYTES] += rows * one.row_bytes
-    for counter, pages in ((Counter.HIGH_WATER_DEVICE, device_pages), (Counter.HIGH_WATER_HOST, host_pages)):
-        tier = counter - Counter.HIGH_WATER_DEVICE
-        tally.values[counter] = max(tally.values[counter], pages - (last[tier] - end[tier]))
+        end[1] += on_host
+    account.end_plan()
     for numbers in (records, tally, ends):
         numbers.store()
 
@@ -247,16 +244,6 @@ def _read_records(held: Tensor, encoded: list[EncodedTensor]) -> _Records:
     slots = [one.slot for one in encoded]
     around = held[min(slots) : max(slots) + 1].view(-1)
     return _Records(around, around.tolist(), min(slots))
-
-
-def _checked_count(num_rows: Tensor, encoded: list[EncodedTensor], *, tally: list[int]) -> int:
-    """Clamps num_rows, [1], int64, to the capacity of the tensors. Counts a value out of range in `tally`."""
-    limit = min(one.max_rows * one.tokens_per_row for one in encoded)
-    (count,) = num_rows.tolist()
-    if not 0 <= count <= limit:
-        tally[Counter.BAD_COUNT] += 1
-        tally[Counter.VOID] += 1
-    return min(max(count, 0), limit)
 
 
 def _ring_parts(ids: np.ndarray, ring: np.ndarray, *, position: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:

@@ -1,16 +1,24 @@
-"""Sizes, priorities and records that the stash's host code shares with its kernels. Contains no tensors.
+"""Sizes, priorities and records that the stash's host code shares with its kernels, and the rules of a pool.
+
+Contains no tensors.
 
 [Note: pages] A page is page_bytes bytes of one arena. Ids 0 .. device_pages - 1 are device pages, the next host_pages
 ids are host pages, so a kernel infers the tier from the id. A tensor with R live rows occupies
 ceil(R * row_bytes / page_bytes) pages. Its rows are stored in them without gaps and may straddle pages. Copies move
 bytes, so rows may have any dtype and width.
+
+[Note: rules] How many pages a tensor receives is decided by PageAccount alone: the CPU operator (cpu_kernels.py), the
+simulated pool (arithmetic.py) and the planner call it. The kernel for GPUs (triton_kernels.py) repeats it, and tests
+compare both with a model of their own. Which page ids a tensor receives follows from the rings of a pool.
 """
 
 import enum
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+import numpy as np
 
 # Bytes of the widest word that kernels copy, where sizes and addresses allow it.
 ALIGNMENT = 16
@@ -168,6 +176,90 @@ COUNTER_OF_DROPPED = {
     Priority.ACT: Counter.DROPPED_ACT,
 }
 
+
+# The rules of a pool. See [Note: rules].
+
+# An int or a bool, or an array of them.
+Number = Any
+Flag = Any
+
+
+class Allotment(NamedTuple):
+    """Pages of one tensor. rows: live rows. on_host: those of the pages that are on the host, after the others.
+
+    is_dropped: the tensor needs pages and received none.
+    """
+
+    rows: Number
+    pages: Number
+    on_host: Number
+    is_dropped: Flag
+
+
+@dataclass
+class PageAccount:
+    """Numbers of free pages of a pool, and its counters, which every decision changes.
+
+    sizes: pages of the device tier and of the host tier. free: those of them that are free. counters: by Counter; only
+    counters that `take` and `end_plan` name are changed.
+    """
+
+    page_bytes: int
+    sizes: tuple[Number, Number]
+    free: list[Number]
+    counters: "MutableMapping[Counter, Any] | list[Any]"
+
+    def checked_count(self, num_rows: int, most: int) -> int:
+        """Clamps the number of live tokens to 0 .. most. A number out of range discards the step."""
+        if not 0 <= num_rows <= most:
+            self._count(Counter.BAD_COUNT, 1)
+            self._count(Counter.VOID, 1)
+        return min(max(num_rows, 0), most)
+
+    def take(
+        self, tokens: Number, *, row_bytes: int, tokens_per_row: int, priority: Priority, reserve: Number = 0
+    ) -> Allotment:
+        """Gives pages to one tensor, or drops it.
+
+        The tensor needs pages for its live rows without gaps. It is admitted if at least `reserve` pages are free
+        afterwards, on both tiers together; a tensor that needs none always is. It receives device pages first, and host
+        pages for the rest, or none at all.
+        """
+        rows = tokens if tokens_per_row == 1 else -(-tokens // tokens_per_row)
+        needed = -(-rows * row_bytes // self.page_bytes)
+        device, host = self.free
+        is_admitted = (needed + reserve <= device + host) | (needed == 0)
+        pages = needed * is_admitted
+        on_device = np.minimum(pages, device) if isinstance(pages, np.ndarray) else min(pages, device)
+        on_host = pages - on_device
+        self.free = [device - on_device, host - on_host]
+        self._count(Counter.PLANNED_PAGES, pages)
+        self._count(Counter.SPILLED_PAGES, on_host)
+        self._count(Counter.LIVE_BYTES, rows * row_bytes * is_admitted)
+        is_dropped = is_admitted ^ True
+        self._count(COUNTER_OF_DROPPED[priority], is_dropped)
+        return Allotment(rows, pages, on_host, is_dropped)
+
+    def end_plan(self) -> None:
+        """Updates the peaks; called after the tensors of each group."""
+        for counter, size, free in zip((Counter.HIGH_WATER_DEVICE, Counter.HIGH_WATER_HOST), self.sizes, self.free):
+            taken, before = size - free, self.counters[counter]
+            self.counters[counter] = np.maximum(before, taken) if isinstance(taken, np.ndarray) else max(before, taken)
+
+    def give_back(self, pages: Number, *, on_host: Number) -> None:
+        """Frees the pages of an allotment."""
+        self.free = [self.free[0] + pages - on_host, self.free[1] + on_host]
+
+    def _count(self, counter: Counter, number: Number) -> None:
+        self.counters[counter] += number
+
+
+def planning_order(specs: Sequence[TensorSpec]) -> list[int]:
+    """Returns the indices of a group's tensors in the order in which they receive pages: the most important first."""
+    return sorted(range(len(specs)), key=lambda index: specs[index].priority)
+
+
+# Records that operators read.
 
 # Programs of a copy kernel that fill a streaming multiprocessor. See [Note: copies during GEMMs] in triton_kernels.py.
 COPIES_PER_PROCESSOR = 6

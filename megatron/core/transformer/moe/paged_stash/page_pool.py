@@ -53,6 +53,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     TensorSpec,
     Tier,
     encode_tensors,
+    planning_order,
 )
 
 # Restored rows have the original's offset from a multiple of this number of bytes. Kernels choose their vector loops by
@@ -572,7 +573,7 @@ def _placement_of(
     for index, spec in enumerate(specs):
         placed.append(PlacedTensor(spec, start, slot + index))
         start += layout.pages_for(spec.max_bytes)
-    order = sorted(range(len(placed)), key=lambda index: placed[index].spec.priority)
+    order = planning_order(specs)
     chunks = [order[first : first + MAX_TENSORS] for first in range(0, len(order), MAX_TENSORS)]
     return placed, [OperatorCall(chunk, encode_tensors(placed[index] for index in chunk)) for chunk in chunks]
 

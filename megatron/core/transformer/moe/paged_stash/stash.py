@@ -273,8 +273,8 @@ class PagedStash:
     def begin(self, name: str, num_rows: Tensor, *, max_rows: int) -> "StashedRows | None":
         """Begins the forward of an expert group whose caller passes the stash its tensors itself, without hooks.
 
-        num_rows: [1], int64, on the pool's device; the caller must not change it before the group's backward. Returns None
-        where a context would be inactive.
+        num_rows: [1], int64, on the pool's device; the caller must not change it before the group's backward. Returns
+        None where a context would be inactive.
         """
         if "_unbound" in self.__dict__ and not torch.is_grad_enabled():
             return None
@@ -618,7 +618,7 @@ class StashedRows:
             self._kept = tensors
 
     def read(self, *, keep: bool) -> list[Tensor]:
-        """Returns the tensors that were passed to `save`, [C, *], gate_up last, in their dtypes.
+        """Returns the tensors that were passed to `save`, [C, *], gate_up last, each in its dtype.
 
         Rows beyond the live ones are undefined. Call it once in each backward. keep: whether another backward follows.
         Raises RuntimeError if the previous call did not keep them, or if the stash was reset in between.
