@@ -16,7 +16,6 @@ user can decide.
 """
 
 import enum
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
@@ -28,15 +27,6 @@ from torch import Tensor, nn
 from megatron.core.device.torch_internals import Hooks, active_hooks, storage_id
 from megatron.core.transformer.moe.paged_stash.page_layout import Priority, TensorSpec
 
-
-def _references_in_a_hook(given: object) -> int:
-    return sys.getrefcount(given)
-
-
-# References to a tensor inside `pack` if no other code refers to it. `map` calls a function as autograd does, with one
-# reference by the caller, one by the argument and, before Python 3.14, one by the argument of getrefcount. The fourth
-# is the tensor's own to its Python object, as long as it is also referenced in C++.
-_OWN_REFERENCES = next(map(_references_in_a_hook, (object() for _ in range(1)))) + 1
 # Nodes that look up rows of their input. Their output is an activation, even if the input is a weight.
 _EMBEDDINGS = {"EmbeddingBackward0", "EmbeddingBagBackward0"}
 _PICKS = {"IndexBackward0", "IndexSelectBackward0", "GatherBackward0"}
@@ -163,12 +153,10 @@ class StashGroup:
             self._elsewhere.add(str(tensor.device))
         saved = SavedTensor(self._group, tensor, may_have_rows=may_have_rows)
         if self._takes is RowTensors.GUESSED:
-            # An operator that saves its output creates a new object. Its inputs are also referenced elsewhere.
-            is_given = tensor._base is not None or sys.getrefcount(tensor) > _OWN_REFERENCES
             is_matrix = tensor.dim() > 1 and tensor.is_floating_point() and tensor.layout is torch.strided
             sizes = tensor.shape if is_matrix else ()
             self._has_such_sizes = self._has_such_sizes or sizes.count(self._max_rows) > int(rows is not None)
-            saved.is_unclear = origin is Origin.UNCLEAR or (is_given and tensor.is_leaf and not tensor.requires_grad)
+            saved.is_unclear = origin is Origin.UNCLEAR or (tensor.is_leaf and not tensor.requires_grad)
         is_taken = rows is not None and self._takes_rows
         if is_taken or self._hooks is None:
             saved.snapshot = Snapshot.of(tensor, rows)
