@@ -72,14 +72,13 @@ class ExpertMath(NamedTuple):
     """What experts compute besides products with their weights.
 
     is_static: whether rows are in a static buffer. share: fraction of fc2's bias that this rank adds. factors: f of the
-    adapters of fc1 and fc2. parts: runners of expert_fc1 and moe_act, within which their tensors are saved.
+    adapters of fc1 and fc2.
     """
 
     activation: GatedActivation
     is_static: bool
     share: float
     factors: tuple[float, float]
-    parts: LayerParts
 
 
 class _Call(NamedTuple):
@@ -87,6 +86,7 @@ class _Call(NamedTuple):
 
     fcs: tuple[ExpertLinear, ExpertLinear]
     math: ExpertMath
+    parts: LayerParts
     offsets: Tensor
     num_rows: Tensor | None
     order: StaticOrder | None
@@ -100,6 +100,7 @@ def expert_outputs(
     fc2: ExpertLinear,
     *,
     math: ExpertMath,
+    parts: LayerParts,
     offsets: Tensor,
     order: StaticOrder | None = None,
     stashed: StashedRows | None = None,
@@ -107,16 +108,19 @@ def expert_outputs(
     """Applies the experts and multiplies each row's output by its routing weight. Includes the biases.
 
     x: [N, H], parameter dtype, and probs: [N, K], float, with an order, which assigns rows of the buffer to them;
-    without one, rows [R, H] sorted by expert, and their weights [R]. offsets: [e], int32, on the device: end of each
-    expert's rows. stashed: stores the live rows for backward; requires an order. Returns [N, H] with an order, else
-    [R, H], parameter dtype; the result and gradients of rows that are not live are undefined. Gradients of weights and
-    of adapters' A go to their owners, if they have any (weight_grads.py). Second derivatives exist only without a
-    static buffer, biases and adapters, and only for torch's kernels.
+    without one, rows [R, H] sorted by expert, and their weights [R]. parts: runners of expert_fc1 and moe_act, within
+    which their tensors are saved. offsets: [e], int32, on the device: end of each expert's rows. stashed: stores the
+    live rows for backward; requires an order. Returns [N, H] with an order, else [R, H], parameter dtype; the result
+    and gradients of rows that are not live are undefined. Gradients of weights and of adapters' A go to their owners,
+    if they have any (weight_grads.py). Second derivatives exist only without a static buffer, biases and adapters, and
+    only for torch's kernels.
     """
     num_rows = None
     if math.is_static:
         num_rows = offsets[-1:].long() if order is None else order.num_rows
-    result: Tensor = _Experts.apply(_Call((fc1, fc2), math, offsets, num_rows, order, stashed), x, probs, *fc1, *fc2)
+    result: Tensor = _Experts.apply(
+        _Call((fc1, fc2), math, parts, offsets, num_rows, order, stashed), x, probs, *fc1, *fc2
+    )
     return result
 
 
@@ -214,13 +218,15 @@ def _kernel_of(
 class _Experts(PlainFunction):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, probs: Tensor, *tensors: Any) -> Tensor:
-        (fc1, fc2), math, offsets, num_rows, order, _ = call
-        # The parameters themselves, because hooks on saved tensors may return different tensors.
-        ctx.fcs, ctx.math, ctx.probs_shape, ctx.is_ordered = call.fcs, math, probs.shape, order is not None
+        (fc1, fc2), math, parts, offsets, num_rows, order, _ = call
+        # The parameters themselves, because hooks on saved tensors may return different tensors. But not `call`: a
+        # runner of its parts may hold a graph that was captured with this node, and a cycle through a node stays alive.
+        ctx.fcs, ctx.math = call.fcs, math
+        ctx.probs_shape, ctx.is_ordered = probs.shape, order is not None
         ctx.needs = _Needs.of(ctx.needs_input_grad)
         ctx.saved = saved = _SavedRows(ctx.needs, call)
         # Arguments are not this function's own, so autograd saves them, which notices if they are changed.
-        given = order is None and math.parts.expert_fc1 is run and math.parts.moe_act is run
+        given = order is None and parts.expert_fc1 is run and parts.moe_act is run
         maps = (None, None) if order is None else (order.token_of_row, order.row_of_slot)
         others = (offsets, num_rows, *maps, *tensors)
         if active_hooks() is not None:
@@ -235,13 +241,13 @@ class _Experts(PlainFunction):
         low1 = _low_product(fc1, rows, offsets=offsets, is_static=static)
         gate_up = multiply(rows, fc1.weight, offsets=offsets, kernel=kernel1)
         _add_to(gate_up, fc1, low1, offsets=offsets, scale=None, share=1.0, factor=math.factors[0])
-        saved.save(math.parts.expert_fc1, rows=None if given else rows, low1=low1)
-        saved.save(math.parts.moe_act, gate_up=gate_up, scale=None if given else scale)
+        saved.save(parts.expert_fc1, rows=None if given else rows, low1=low1)
+        saved.save(parts.moe_act, gate_up=gate_up, scale=None if given else scale)
         act = math.activation(gate_up, scale, num_rows)
         kernel2 = _kernel_of(act, fc2.weight, offsets=offsets, is_static=static)
         low2 = _low_product(fc2, act, offsets=offsets, is_static=static)
         if low2 is not None:
-            saved.save(math.parts.moe_act, low2=low2)
+            saved.save(parts.moe_act, low2=low2)
         output = multiply(act, fc2.weight, offsets=offsets, kernel=kernel2)
         _add_to(output, fc2, low2, offsets=offsets, scale=scale, share=math.share, factor=math.factors[1])
         saved.end(fc1, call)

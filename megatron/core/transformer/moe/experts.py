@@ -171,6 +171,7 @@ class GroupedMLP(MegatronModule):
             _linear(self.weight1, self.bias1, self.linear_fc1),
             _linear(self.weight2, self.bias2, self.linear_fc2),
             math=self._math(),
+            parts=self.parts,
             offsets=row_offsets(tokens_per_expert),
             order=order,
             stashed=stashed,
@@ -179,13 +180,12 @@ class GroupedMLP(MegatronModule):
 
     def _math(self) -> ExpertMath:
         known = self._last_math
-        if known is None or known.parts is not self.parts or known.activation is not self.activation:
+        if known is None or known.activation is not self.activation:
             fc1, fc2 = self.linear_fc1, self.linear_fc2
             factors = 0.0 if fc1 is None else fc1.scale, 0.0 if fc2 is None else fc2.scale
             # All ranks that share an expert store the whole bias2. Each adds a share of it, because their results are
             # summed.
-            share = 1 / self.shard.num_parts
-            known = self._last_math = ExpertMath(self.activation, self.is_static, share, factors, self.parts)
+            known = self._last_math = ExpertMath(self.activation, self.is_static, 1 / self.shard.num_parts, factors)
         return known
 
     # For checkpoints and optimizers.

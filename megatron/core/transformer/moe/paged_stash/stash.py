@@ -618,7 +618,7 @@ class StashedRows:
             self._kept = tensors
 
     def read(self, *, keep: bool) -> list[Tensor]:
-        """Returns the tensors that were passed to `save`, [C, *], gate_up last, each in its dtype.
+        """Returns the tensors that were passed to `save`, [C, *], any dtype, gate_up last.
 
         Rows beyond the live ones are undefined. Call it once in each backward. keep: whether another backward follows.
         Raises RuntimeError if the previous call did not keep them, or if the stash was reset in between.

@@ -61,7 +61,7 @@ class Case:
         self.x = normal(rows, HIDDEN, dtype=dtype).requires_grad_()
         self.probs = normal(*((rows, 2) if self.is_ordered else (rows,)), dtype=wide).requires_grad_()
         self.fcs = [self._linear(sizes, has_more, dtype) for sizes in ((HIDDEN, width), (FFN, HIDDEN))]
-        self.math = ExpertMath(activation, self.is_static, SHARE, FACTORS, LayerParts())
+        self.math, self.parts = ExpertMath(activation, self.is_static, SHARE, FACTORS), LayerParts()
 
     @staticmethod
     def _linear(sizes: tuple[int, int], has_more: bool, dtype: torch.dtype) -> ExpertLinear:
@@ -78,7 +78,9 @@ class Case:
 
     def together(self) -> Tensor:
         order = self.order if self.is_ordered else None
-        output = expert_outputs(self.x, self.probs, *self.fcs, math=self.math, offsets=self.offsets, order=order)
+        output = expert_outputs(
+            self.x, self.probs, *self.fcs, math=self.math, parts=self.parts, offsets=self.offsets, order=order
+        )
         return output if self.is_ordered else output[: self.live]
 
     def apart(self) -> Tensor:
@@ -298,8 +300,7 @@ def test_parts_save_their_own_tensors(buffer: str) -> None:
 
         return run
 
-    parts = replace(LayerParts(), expert_fc1=part("expert_fc1"), moe_act=part("moe_act"))
-    case.math = case.math._replace(parts=parts)
+    case.parts = replace(LayerParts(), expert_fc1=part("expert_fc1"), moe_act=part("moe_act"))
     output, rows = case.together(), case.live if buffer == "dynamic" else CAPACITY
     assert seen == {
         "expert_fc1": [(rows, HIDDEN), (rows, RANK)],
