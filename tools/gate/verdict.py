@@ -28,17 +28,7 @@ CHECKPOINT_RENAMES: Renames = ()
 # Fields that only the head may log, and entries that only the head may save. Remove a name, like one of RENAMES, once
 # the base contains the change.
 NEW_FIELDS: frozenset[str] = frozenset()
-NEW_ENTRIES: frozenset[str] = frozenset(
-    {
-        "common/scheduler/lr_wsd_decay_style",
-        "common/scheduler/wsd_decay_steps",
-        "common/train_state/consumed_padding/squares",
-        "common/train_state/consumed_padding/tokens",
-        "common/train_state/data_order/test",
-        "common/train_state/data_order/train",
-        "common/train_state/data_order/valid",
-    }
-)
+NEW_ENTRIES: frozenset[str] = frozenset({"common/train_state/learned_sizes/row_bytes"})
 # Logged fields that may differ between two equivalent runs, with the reasons.
 EXCLUDED: dict[str, str] = {
     "seconds": "time",

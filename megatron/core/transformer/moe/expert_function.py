@@ -341,7 +341,8 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if needs.probs:
         grad_scale = activated.scale if grad_scale is None else activated.scale + grad_scale
     # Each tensor is freed after its last use, because the gradients of weights may be as large.
-    back.rows = activated = kept = None
+    back.rows = None
+    del activated, kept
     weight2, a2 = _weight_grads(ctx, 1, needs.fc2, act, grad, back.low, offsets=offsets)
     fc2_grads = (weight2, bias2, a2, back.b)
     del act, grad, back
