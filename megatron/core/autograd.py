@@ -1,11 +1,14 @@
 """PlainFunction and first_order: torch's autograd Function and once_differentiable with fewer Python calls a use.
 
+save_early saves the tensors of a Function before the Function's work.
+
 A layer calls about a dozen Functions in each micro-batch. On a GPU the host must launch them faster than they run.
 
 [Note: early saving] A Function's save_for_backward saves when the Function returns. A recomputed forward of
 torch.utils.checkpoint only provides saved tensors, and torch ends it once the last one is saved: after all of the
 Function's work. A long Function therefore passes its tensors to the active hooks on saved tensors itself, as soon as
-they exist (`packed`), and the rest of its forward is spared. Without hooks it saves them as usual.
+they exist (`packed`), and the rest of its forward is skipped. Without hooks it saves them as usual. A hook returns
+tensors without history, so such a Function has no second derivative inside of hooks.
 """
 
 from collections.abc import Callable, Collection
@@ -73,11 +76,11 @@ def unpacked(saved: list[Any]) -> list[Any]:
 
 
 def save_early(ctx: Any, *tensors: Tensor | None) -> None:
-    """Saves tensors, any shape and dtype, for the backward of a Function, at once if hooks are active.
+    """Saves tensors, any shape and dtype, for the backward of a Function, immediately if hooks are active.
 
     Call it once, in forward, before the Function's work. See [Note: early saving].
     """
-    ctx.packed = None
+    ctx.packed = None  # None: saved by autograd; a list: by hooks; an empty list: freed
     if active_hooks() is None:
         ctx.save_for_backward(*tensors)
     else:
@@ -87,10 +90,17 @@ def save_early(ctx: Any, *tensors: Tensor | None) -> None:
 def saved_early(ctx: Any) -> list[Any]:
     """Returns the tensors that save_early saved. Call it once in each backward.
 
-    Raises RuntimeError in a second backward if the first did not retain the graph.
+    Raises RuntimeError in a second backward if the first did not retain the graph, and inside of hooks in a backward
+    with create_graph.
     """
     if ctx.packed is None:
         return list(ctx.saved_tensors)
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            "backward with create_graph=True of a function whose forward ran inside of torch.utils.checkpoint or other "
+            "hooks on saved tensors: its gradients cannot be differentiated; run the forward without recomputation, "
+            "offloading and hooks"
+        )
     require_kept(ctx.packed)
     tensors = unpacked(ctx.packed)
     if not graph_is_kept():
@@ -100,7 +110,7 @@ def saved_early(ctx: Any) -> list[Any]:
 
 
 def require_kept(saved: Collection[Any]) -> None:
-    """Raises RuntimeError if saved tensors, any shape and dtype, were freed by an earlier backward, and are empty."""
+    """Raises RuntimeError if `saved`, at least one tensor of any shape and dtype, was freed by an earlier backward."""
     if not saved:
         raise RuntimeError(
             "backward of a function ran a second time, after the first freed its saved tensors: call the first "

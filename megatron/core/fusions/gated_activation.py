@@ -165,12 +165,12 @@ class GatedActivation:
         """
         form = self.fused_form(x, num_rows)
         if grad is None or form is None or torch.is_grad_enabled():
-            return self._run_again(grad, x, scale, num_rows, needs=needs)
+            return self._recomputed(grad, x, scale, num_rows, needs=needs)
         return activation_gradients(
             grad, x, scale=scale, num_rows=num_rows, form=form, needs_scale=needs[1], needs_act=needs_act
         )
 
-    def _run_again(
+    def _recomputed(
         self,
         grad: Tensor | None,
         x: Tensor,
@@ -269,7 +269,8 @@ def activate_plainly(
 class ActivationGradients:
     """Gradients of an activation's arguments, in their shapes and dtypes, and act, [*, F], as in the forward.
 
-    Each is None if it was not requested. A fused function always computes the gradient of gate_up.
+    The gradients are None if they were not requested, except that a fused function always computes that of gate_up. act
+    may be None if it was not requested.
     """
 
     gate_up: Tensor | None
@@ -472,8 +473,8 @@ def act_gradient_rows(
     value_of, slope_of = _FUNCTIONS[form.activation.curve]
     ffn, clamp, gain = form.width(gate_up), form.clamp, form.gain if order is Order.SCALE_LAST else None
     if act is not None and (gain is not None or clamp is not None):
-        # The values below would have other bits than the forward's: those beside slopes have another formula, and those
-        # of clamped gates another memory layout, on which torch's choice of vector instructions depends.
+        # The values below may differ from the forward's in the last bits: the formula that also yields the slope is
+        # another one, and clamped gates have another memory layout, on which torch's choice of instructions depends.
         act_rows(gate_up, scale, rows=rows, out=act, form=form)
         act = None
     for chunk, given_gate, given_up in _chunks(gate_up, rows, form=form):

@@ -1,9 +1,9 @@
 """A linear function of an activation's result, act, which is not saved for backward.
 
-Backward needs act only for the gradient of the weight. It computes act again, from tensors that the gradient of the
-activation reads anyway: a fused activation writes act beside this gradient (gated_activation.py), and any other one
-runs again. Both have the bits of the forward. Of 2F + F numbers per row, F the width of act, a layer then saves 2F, or
-F of F + F if the activation is not gated. Experts do the same in moe/expert_function.py.
+Backward needs act only for the gradient of the weight, and recomputes it from the activation's input: a fused
+activation writes act together with its gradient (gated_activation.py), and any other one is run once more. The result
+is bit-identical to the forward's. A layer then saves 2F instead of 3F elements per row, F the width of act, or F
+instead of 2F if the activation is not gated. Experts do the same in moe/expert_function.py.
 """
 
 from typing import Any

@@ -46,7 +46,8 @@ class LayerParts:
 
     attn: the whole attention layer. mla_up_proj: the up projections of latent attention, inside qkv_linear. mlp: the
     whole feed-forward layer, dense or with experts. moe_preprocess: the router and the part of dispatch before rows are
-    sent. moe_router: the router alone, inside moe_preprocess. moe_act: the activation of grouped experts, with fc2.
+    sent. moe_router: the router alone, inside moe_preprocess. expert_fc1, moe_act: of grouped experts, only the
+    saving of tensors: the input and the low-rank product of fc1; gate_up, the weights and the low-rank product of fc2.
     """
 
     attn_norm: RunAndRelease = run_and_keep

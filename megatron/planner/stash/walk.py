@@ -553,13 +553,13 @@ def simulate_pools(
     for move in moves:
         if not move.is_taken:
             pages, on_host = held.pop(move.group)
-            account.give_back(pages, on_host=on_host)
+            account.release(pages, on_host=on_host)
             continue
         left_free = None if reserves is None else reserves.of(move.forward_index)
         pages, on_host = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         live = rows(move.group)
         for spec in by_priority:
-            got = account.take(
+            got = account.allocate(
                 live,
                 row_bytes=spec.row_bytes,
                 tokens_per_row=spec.tokens_per_row,

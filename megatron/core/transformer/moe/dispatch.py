@@ -151,7 +151,7 @@ class MoETokenDispatcher(ABC):
         self.shared_experts = shared_experts
 
     def take_demand(self) -> RowDemand | None:
-        """Returns and clears the RowDemand of dispatch_postprocess; None for a dispatcher without static buffers."""
+        """Returns and clears the RowDemand of this forward; None for a dispatcher without static buffers."""
         # The demand is cleared because a CUDA graph may own its memory.
         demand, self._demand = self._demand, None
         return demand

@@ -133,28 +133,31 @@ class StaticBudget:
 
 @dataclass(frozen=True)
 class StaticRows:
-    """Copies tokens into the C rows of a static buffer, ordered by expert or by rank, and sums each token's rows.
+    """Copies this rank's tokens into the rows to send, ordered by receiving rank, and sums each token's returned rows.
 
-    order: assigns rows to N x K slots. num_rows: [1], int64, on the device: number of live rows, which come first.
+    order: assigns rows to T x K slots. num_rows: [1], int64, on the device: number of live rows, which come first.
     """
 
     order: StaticOrder
     num_rows: Tensor
 
     def take(self, tokens: Tensor, probs: Tensor) -> DispatchedTokens:
-        """Copies tokens and their weights into the rows of the buffer.
+        """Copies tokens and their weights into the rows to send.
 
-        tokens: [N, H], float. probs: [N, K], float. Returns rows [C, H] and weights [C], undefined beyond num_rows.
+        tokens: [T, H], float. probs: [T, K], float. Returns rows [*, H] and weights [*], undefined beyond num_rows.
         """
         return DispatchedTokens(*gather_live_rows(tokens, probs, order=self.order, num_rows=self.num_rows))
 
     def give_back(self, rows: Tensor) -> Tensor:
-        """Sums each token's rows; rows: [C, H], float. Returns [N, H]."""
+        """Sums each token's rows; rows: [*, H], float. Returns [T, H]."""
         return sum_live_rows(rows, order=self.order, num_rows=self.num_rows)
 
 
 class MoEStaticTokenDispatcher(MoETokenDispatcher):
-    """Base class of the static dispatchers. Stores the budget, and orders rows by expert in the buffer of C rows."""
+    """Base class of the static dispatchers. Stores the budget, and orders rows by expert in the buffer of C rows.
+
+    GroupedMLP copies and sums the rows itself: MoELayer then calls order_received instead of steps 3 and 4.
+    """
 
     def __init__(
         self,
@@ -175,7 +178,7 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         assert config.moe_expert_rank_capacity_factor is not None, "this factor selects static dispatchers"
         self.group, self.experts = or_alone(groups.tp_ep), local
         self.num_local_experts, self.local_expert_indices = len(local), list(local)
-        self._order: StaticOrder | None = None  # of the rows that dispatch_postprocess returned
+        self._order: StaticOrder | None = None  # order of the rows that dispatch_postprocess returned
         self.budget = StaticBudget(
             factor=config.moe_expert_rank_capacity_factor,
             topk=config.moe_router_topk,

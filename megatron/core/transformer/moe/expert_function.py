@@ -53,23 +53,23 @@ from megatron.core.transformer.moe.static_rows import StaticOrder, gather, sum_s
 class ExpertLinear(NamedTuple):
     """The parameters of fc1 or fc2 of a rank's experts, of one float dtype: rows W + b + f (rows A) B.
 
-    weight: W, [e, I, O], or a shape that can be viewed as such. bias: [e, O] or None. a: [e, I, r] and b: [e, r, O], or
-    None without an adapter.
+    weight: W, [e, I, O], or a shape that can be viewed as such. bias: b, [e, O], or None. lora_a: A, [e, I, r], and
+    lora_b: B, [e, r, O], or None without an adapter.
     """
 
     weight: Tensor
     bias: Tensor | None = None
-    a: Tensor | None = None
-    b: Tensor | None = None
+    lora_a: Tensor | None = None
+    lora_b: Tensor | None = None
 
     @property
     def num_tensors(self) -> int:
         """Number of parameters."""
-        return 1 + (self.bias is not None) + 2 * (self.a is not None)
+        return 1 + (self.bias is not None) + 2 * (self.lora_a is not None)
 
 
 class ExpertMath(NamedTuple):
-    """What experts compute besides products with their weights.
+    """Activation and constants of a rank's experts.
 
     is_static: whether rows are in a static buffer. share: fraction of fc2's bias that this rank adds. factors: f of the
     adapters of fc1 and fc2.
@@ -112,8 +112,8 @@ def expert_outputs(
     which their tensors are saved. offsets: [e], int32, on the device: end of each expert's rows. stashed: stores the
     live rows for backward; requires an order. Returns [N, H] with an order, else [R, H], parameter dtype; the result
     and gradients of rows that are not live are undefined. Gradients of weights and of adapters' A go to their owners,
-    if they have any (weight_grads.py). Second derivatives exist only without a static buffer, biases and adapters, and
-    only for torch's kernels.
+    if they have any (weight_grads.py). Second derivatives exist only without a static buffer, biases and adapters, with
+    trainable fc1 weights and torch's kernels, and outside of hooks on saved tensors.
     """
     num_rows = None
     if math.is_static:
@@ -149,10 +149,11 @@ class _SavedRows:
         is_needed = needs.probs or needs.gate_up or any(needs.fc2)
         self._stashed = call.stashed if is_needed else None
         self.may_drop = self._stashed is not None and self._stashed.may_recompute
+        # In the order of StashedRows.save: the sources of a recomputed gate_up come first.
         self._wanted = {
-            "rows": needs.fc1.weight or needs.fc1.a or self.may_drop,
-            "low1": needs.fc1.b or self.may_drop,
-            "low2": needs.fc2.b,
+            "rows": needs.fc1.weight or needs.fc1.lora_a or self.may_drop,
+            "low1": needs.fc1.lora_b or self.may_drop,
+            "low2": needs.fc2.lora_b,
             "scale": is_needed,
             "gate_up": is_needed,
         }
@@ -174,7 +175,7 @@ class _SavedRows:
             self._is_packed = True
         self._held |= chosen
 
-    def end(self, fc1: ExpertLinear, call: _Call) -> None:
+    def end(self, call: _Call) -> None:
         """Passes the tensors to the stash, if there is one."""
         if self._stashed is None:
             return
@@ -182,7 +183,7 @@ class _SavedRows:
         inputs = {name: self._held[name] for name in self._wanted if name in self._held}
         again = None
         if self.may_drop:
-            again = _recompute_of(fc1, call, hidden=inputs["rows"].shape[1])
+            again = _recompute_of(call, hidden=inputs["rows"].shape[1])
         num_sources = sum(name in inputs for name in ("rows", "low1"))
         self._stashed.save(list(inputs.values()), gate_up, recompute=again, num_sources=num_sources)
         # From here on, only the names are needed.
@@ -200,10 +201,11 @@ class _SavedRows:
         return dict(zip(held, unpacked([*held.values()]))) if self._is_packed else held
 
 
-def _recompute_of(fc1: ExpertLinear, call: _Call, *, hidden: int) -> Recompute:
+def _recompute_of(call: _Call, *, hidden: int) -> Recompute:
     """Returns a function that computes a dropped gate_up again. See [Note: dropped gate_up]."""
+    fc1, _ = call.fcs
     matrices = fc1.weight.view(call.offsets.shape[0], hidden, -1)
-    low_rank = None if fc1.b is None else (fc1.b, call.math.factors[0])
+    low_rank = None if fc1.lora_b is None else (fc1.lora_b, call.math.factors[0])
     return recompute_gate_up(matrices, call.offsets, bias=fc1.bias, low_rank=low_rank)
 
 
@@ -225,13 +227,13 @@ class _Experts(PlainFunction):
         ctx.probs_shape, ctx.is_ordered = probs.shape, order is not None
         ctx.needs = _Needs.of(ctx.needs_input_grad)
         ctx.saved = saved = _SavedRows(ctx.needs, call)
-        # Arguments are not this function's own, so autograd saves them, which notices if they are changed.
-        given = order is None and parts.expert_fc1 is run and parts.moe_act is run
+        # Arguments are not this function's own. Without hooks autograd saves them, and notices if they are changed.
+        is_argument = order is None and parts.expert_fc1 is run and parts.moe_act is run
         maps = (None, None) if order is None else (order.token_of_row, order.row_of_slot)
         others = (offsets, num_rows, *maps, *tensors)
         if active_hooks() is not None:
-            say_rows_and_others([x, probs] if given else [], others)
-        save_early(ctx, x if given and saved.wants("rows") else None, probs if given else None, *others)
+            say_rows_and_others([x, probs] if is_argument else [], others)
+        save_early(ctx, x if is_argument and saved.wants("rows") else None, probs if is_argument else None, *others)
 
         rows, scale = x, probs
         if order is not None:
@@ -241,8 +243,8 @@ class _Experts(PlainFunction):
         low1 = _low_product(fc1, rows, offsets=offsets, is_static=static)
         gate_up = multiply(rows, fc1.weight, offsets=offsets, kernel=kernel1)
         _add_to(gate_up, fc1, low1, offsets=offsets, scale=None, share=1.0, factor=math.factors[0])
-        saved.save(parts.expert_fc1, rows=None if given else rows, low1=low1)
-        saved.save(parts.moe_act, gate_up=gate_up, scale=None if given else scale)
+        saved.save(parts.expert_fc1, rows=None if is_argument else rows, low1=low1)
+        saved.save(parts.moe_act, gate_up=gate_up, scale=None if is_argument else scale)
         act = math.activation(gate_up, scale, num_rows)
         kernel2 = _kernel_of(act, fc2.weight, offsets=offsets, is_static=static)
         low2 = _low_product(fc2, act, offsets=offsets, is_static=static)
@@ -250,7 +252,7 @@ class _Experts(PlainFunction):
             saved.save(parts.moe_act, low2=low2)
         output = multiply(act, fc2.weight, offsets=offsets, kernel=kernel2)
         _add_to(output, fc2, low2, offsets=offsets, scale=scale, share=math.share, factor=math.factors[1])
-        saved.end(fc1, call)
+        saved.end(call)
         ctx.kernels = kernel1, kernel2
         return output if order is None else _combined(output, order)
 
@@ -287,10 +289,10 @@ def _combined_grad(grad: Tensor, token_of_row: Tensor, *, num_rows: Tensor) -> T
 
 def _low_product(fc: ExpertLinear, rows: Tensor, *, offsets: Tensor, is_static: bool) -> Tensor | None:
     """Returns rows A, [R, r], or None without an adapter; rows: [R, I]."""
-    if fc.a is None:
+    if fc.lora_a is None:
         return None
-    kernel = _kernel_of(rows, fc.a, offsets=offsets, is_static=is_static)
-    return multiply(rows, fc.a, offsets=offsets, kernel=kernel)
+    kernel = _kernel_of(rows, fc.lora_a, offsets=offsets, is_static=is_static)
+    return multiply(rows, fc.lora_a, offsets=offsets, kernel=kernel)
 
 
 def _add_to(
@@ -307,7 +309,7 @@ def _add_to(
     if fc.bias is not None:
         ops.add_expert_bias(product, fc.bias, scale=scale, offsets=offsets, share=share)
     if low is not None:
-        ops.add_low_rank(product, low, weight=fc.b, offsets=offsets, scale=factor)
+        ops.add_low_rank(product, low, weight=fc.lora_b, offsets=offsets, scale=factor)
 
 
 @first_order
@@ -335,7 +337,7 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scale,
         num_rows,
         needs=(needs.gate_up, needs.probs),
-        needs_act=bool(needs.fc2.weight or needs.fc2.a),
+        needs_act=bool(needs.fc2.weight or needs.fc2.lora_a),
     )
     grad_gate_up, act = activated.gate_up, activated.act
     if needs.probs:
@@ -344,7 +346,7 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     back.rows = None
     del activated, kept
     weight2, a2 = _weight_grads(ctx, 1, needs.fc2, act, grad, back.low, offsets=offsets)
-    fc2_grads = (weight2, bias2, a2, back.b)
+    fc2_grads = (weight2, bias2, a2, back.lora_b)
     del act, grad, back
 
     back = _back_through(
@@ -352,7 +354,7 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     )
     bias1 = _bias_grad(ctx.fcs[0].bias, grad_gate_up, scale=None, offsets=offsets) if needs.fc1.bias else None
     weight1, a1 = _weight_grads(ctx, 0, needs.fc1, rows, grad_gate_up, back.low, offsets=offsets)
-    grad_weights = (weight1, bias1, a1, back.b, *fc2_grads)
+    grad_weights = (weight1, bias1, a1, back.lora_b, *fc2_grads)
     grad_rows = back.rows
     del rows, grad_gate_up, low1, back
     if not ctx.is_ordered:
@@ -361,12 +363,15 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 @dataclass(slots=True)
-class _Back:
-    """Gradients of fc1 or fc2: of input rows, [R, I], of rows A, [R, r], and of B, [e, r, O]; None if not needed."""
+class _LinearGrads:
+    """Gradients of fc1 or fc2: of its input rows, [R, I], of the low-rank product rows A, [R, r], and of B, [e, r, O].
+
+    None if not needed.
+    """
 
     rows: Tensor | None = None
     low: Tensor | None = None
-    b: Tensor | None = None
+    lora_b: Tensor | None = None
 
 
 def _back_through(
@@ -378,24 +383,24 @@ def _back_through(
     needs_rows: bool,
     offsets: Tensor,
     factor: float,
-) -> _Back:
+) -> _LinearGrads:
     """Computes the gradients of fc1 or fc2 that do not depend on its input rows. grad: [R, O]; low: rows A, [R, r]."""
-    back = _Back()
-    if fc.b is not None:
-        if needs.b:
-            back.b = torch.empty_like(fc.b)
-            ops.grouped_gemm_weight_grad(low, grad, offsets=offsets, out=back.b)
-            back.b.mul_(factor)
-        if needs_rows or needs.a:
-            back.low = grad.new_empty(grad.shape[0], fc.b.shape[1])
-            ops.grouped_gemm(grad, fc.b.transpose(1, 2), offsets=offsets, out=back.low)
+    grads = _LinearGrads()
+    if fc.lora_b is not None:
+        if needs.lora_b:
+            grads.lora_b = torch.empty_like(fc.lora_b)
+            ops.grouped_gemm_weight_grad(low, grad, offsets=offsets, out=grads.lora_b)
+            grads.lora_b.mul_(factor)
+        if needs_rows or needs.lora_a:
+            grads.low = grad.new_empty(grad.shape[0], fc.lora_b.shape[1])
+            ops.grouped_gemm(grad, fc.lora_b.transpose(1, 2), offsets=offsets, out=grads.low)
             # This also scales the undefined contents of rows that are not live.
-            back.low.mul_(factor)
+            grads.low.mul_(factor)
     if needs_rows:
-        back.rows = input_grad(grad, fc.weight, offsets=offsets)
-        if fc.a is not None and back.low is not None:
-            back.rows += input_grad(back.low, fc.a, offsets=offsets)
-    return back
+        grads.rows = input_grad(grad, fc.weight, offsets=offsets)
+        if fc.lora_a is not None and grads.low is not None:
+            grads.rows += input_grad(grads.low, fc.lora_a, offsets=offsets)
+    return grads
 
 
 def _weight_grads(
@@ -412,11 +417,11 @@ def _weight_grads(
     if needs.weight:
         product = ExpertGrads(rows, grad, offsets, fc.weight.shape, ctx.kernels[number])
         weight = hand_over(fc.weight, product, node=ctx.next_functions[place][0])
-    if needs.a and grad_low is not None:
-        kernel = _kernel_of(rows, fc.a, offsets=offsets, is_static=ctx.math.is_static)
-        product = ExpertGrads(rows, grad_low, offsets, fc.a.shape, kernel)
+    if needs.lora_a and grad_low is not None:
+        kernel = _kernel_of(rows, fc.lora_a, offsets=offsets, is_static=ctx.math.is_static)
+        product = ExpertGrads(rows, grad_low, offsets, fc.lora_a.shape, kernel)
         place += 1 if fc.bias is None else 2
-        a = hand_over(fc.a, product, node=ctx.next_functions[place][0])
+        a = hand_over(fc.lora_a, product, node=ctx.next_functions[place][0])
     return weight, a
 
 

@@ -1,7 +1,7 @@
 """ExpertStep: device-side record of one step, shared by all expert layers with static buffers.
 
-It records whether any buffer dropped rows and how many rows each layer received, and it enters the stash's contexts
-around the experts. training/ begins and ends steps, reads the record, and discards a step that dropped rows. The stash
+It records whether any buffer dropped rows and how many rows each layer received, and it begins the experts' groups
+in the stash. training/ begins and ends steps, reads the record, and discards a step that dropped rows. The stash
 itself is in paged_stash/.
 
 [Note: captured experts]
@@ -46,7 +46,7 @@ class CapturedForward:
 
 
 class ExpertStep(torch.nn.Module):
-    """Records the demand and the live rows of a step's expert layers, and runs the experts in contexts of the stash.
+    """Records the demand and the live rows of a step's expert layers, and begins their groups in the stash.
 
     Each layer creates an instance; a trainer replaces them with one instance for all layers of its rank. Live rows are
     recorded only after the first `begin`.
@@ -93,7 +93,7 @@ class ExpertStep(torch.nn.Module):
 
     @contextmanager
     def around_experts(self, layer_number: int, num_rows: Tensor, *, max_rows: int) -> Iterator[StashGroup | None]:
-        """Context manager around a layer's experts of a script. Records their live rows and enters a stash context.
+        """Context manager around experts other than GroupedMLP. Records their live rows and enters a stash context.
 
         num_rows: [1], int64, on the device: live rows out of max_rows. Yields the stash's group; None without a stash.
         """

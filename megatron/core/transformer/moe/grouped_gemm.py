@@ -73,7 +73,7 @@ def multiply(rows: Tensor, weight: Tensor, *, offsets: Tensor, kernel: ProductKe
 
 
 def input_grad(grad: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
-    """Returns the gradient of the rows of a product, [R, I]; grad: that of the product, [R, O], weight's dtype."""
+    """Returns the gradient of the rows of a product, [R, I]; grad: gradient of the product, [R, O], weight's dtype."""
     transposed = weight.view(offsets.shape[0], -1, grad.shape[1]).transpose(1, 2)
     # Gradients are never recomputed.
     kernel = product_kernel(grad.dtype, grad.device, widths=tuple(transposed.shape[1:]), is_static=True)
@@ -84,7 +84,7 @@ def input_grad(grad: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
 class ExpertGrads:
     """WeightGrad of a grouped GEMM, computed from its input rows and the gradient of its output.
 
-    rows: [R, I]. grad: [R, O], same dtype. shape: shape of the weight. kernel: that of the product.
+    rows: [R, I]. grad: [R, O], same dtype. shape: shape of the weight. kernel: the product's kernel.
     """
 
     rows: Tensor
@@ -139,9 +139,7 @@ def _matrices(weight: Tensor, rows: Tensor, *, offsets: Tensor) -> Tensor:
     return weight.view(offsets.shape[0], rows.shape[1], -1)
 
 
-def _multiply(
-    rows: Tensor, matrices: Tensor, *, offsets: Tensor, kernel: ProductKernel = ProductKernel.TORCH
-) -> Tensor:
+def _multiply(rows: Tensor, matrices: Tensor, *, offsets: Tensor, kernel: ProductKernel) -> Tensor:
     if rows.shape[0] == 0:
         # No expert of this rank has a row. All gradients must be zero, but torch's grouped_mm fails without rows
         # (2.13).

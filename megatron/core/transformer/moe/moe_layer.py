@@ -231,8 +231,9 @@ class MoELayer(BaseMoELayer):
         hidden_states: [*, H], parameter dtype; probs: float. Returns the rows to send back, [*, H], parameter dtype,
         each multiplied by its weight, and a bias to add, or None.
         """
-        its_forward = getattr(self.experts.forward, "__func__", None)
-        if self.expert_step is not None and its_forward is GroupedMLP.forward:
+        # Other experts take rows, not tokens and an order.
+        takes_tokens = getattr(self.experts.forward, "__func__", None) is GroupedMLP.forward
+        if self.expert_step is not None and takes_tokens:
             order = self.token_dispatcher.order_received(hidden_states)
             self.expert_step.record_demand(self.token_dispatcher.take_demand())
             return self._run_static_experts(hidden_states, probs, order)

@@ -3,6 +3,7 @@
 As in permutation.py, an *order* assigns rows to slots; it is computed on the device without a host sync. Two autograd
 functions, each the gradient of the other, then move the rows. Each operator has a CPU version here and a Triton kernel
 in triton_rows.py. No shape depends on the routing. Rows beyond the live ones are never read, so they may be undefined.
+`gather` and `sum_slots` are the same movements without autograd, for functions that own their rows.
 
 A slot is one choice of one token: slot t * K + k. T tokens, K choices, e experts of a rank, C rows of the buffer, of
 which the first R are live, W elements in a row.

@@ -191,7 +191,7 @@ class PoolModel:
         got: dict[int, TensorPages] = {}
         for index in planning_order(specs):
             one = specs[index]
-            _, pages, on_host, is_dropped = self._account.take(
+            _, pages, on_host, is_dropped = self._account.allocate(
                 tokens,
                 row_bytes=one.row_bytes,
                 tokens_per_row=one.tokens_per_row,
@@ -206,7 +206,7 @@ class PoolModel:
     def release(self, group: GroupKey) -> None:
         """Frees the group's pages. Does nothing for groups without pages."""
         for one in self.held.pop(group, ()):
-            self._account.give_back(one.device + one.host, on_host=one.host)
+            self._account.release(one.device + one.host, on_host=one.host)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def plan(
     (count,) = num_rows.tolist()
     live = account.checked_count(count, min(one.max_rows * one.tokens_per_row for one in encoded))
     for one in encoded:
-        rows, pages, on_host, is_dropped = account.take(
+        rows, pages, on_host, is_dropped = account.allocate(
             live,
             row_bytes=one.row_bytes,
             tokens_per_row=one.tokens_per_row,

@@ -55,7 +55,7 @@ class Phase(enum.Enum):
 
 
 class GroupMemory:
-    """Saved rows of one expert group, and their state. Lives as long as autograd references any of its tensors."""
+    """Saved rows of one expert group, and their state. Lives as long as autograd or a StashedRows references them."""
 
     def __init__(self, event: StashEvent, generation: int) -> None:
         """Creates a group in Phase.RECORDING.
@@ -94,7 +94,7 @@ class GroupPages:
 
 
 class RestoredBlock:
-    """Restored bytes of one Block. Lives as long as autograd references one of the block's tensors."""
+    """Restored bytes of one Block. Lives as long as autograd or a StashedRows references it."""
 
     __slots__ = ("first_byte", "restored", "change", "__weakref__")
 
@@ -200,12 +200,12 @@ class PageKeeper:
     def stash(
         self,
         group: GroupMemory,
-        rows: "StoredRows",
+        rows: StoredRows,
         *,
         num_rows: Tensor,
         reserve: Tensor | None,
         is_captured: bool = False,
-    ) -> "list[RestoredBlock]":
+    ) -> list[RestoredBlock]:
         """Allocates pages for a group and copies its live rows into them. Returns where the blocks will be restored.
 
         num_rows: [1], int64; reserve: [3], int64, both on the device. is_captured: whether a CUDA graph captures this
@@ -309,8 +309,7 @@ class PageKeeper:
     def fork(self) -> None:
         """Makes both side streams wait for the main stream, without launching work."""
         for stream in (self._stash_stream, self._restore_stream):
-            with stream.behind_main():
-                pass
+            stream.behind_main()
 
     def forget_groups(self) -> None:
         """Discards all groups stashed so far, without releasing their pages or waiting for their copies."""

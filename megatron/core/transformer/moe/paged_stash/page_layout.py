@@ -33,7 +33,7 @@ class Priority(enum.IntEnum):
     ACT = 2  # recomputed from gate_up if dropped
 
 
-# Tensors up to this priority are all tensors.
+# With up_to=LEAST_IMPORTANT, a count includes all tensors.
 LEAST_IMPORTANT = max(Priority)
 
 
@@ -179,15 +179,14 @@ COUNTER_OF_DROPPED = {
 
 # The rules of a pool. See [Note: rules].
 
-# An int or a bool, or an array of them.
-Number = Any
-Flag = Any
+Number = Any  # an int, or an array, int64
+Flag = Any  # a bool, or an array of bools
 
 
-class Allotment(NamedTuple):
-    """Pages of one tensor. rows: live rows. on_host: those of the pages that are on the host, after the others.
+class Allocation(NamedTuple):
+    """Numbers of live rows and pages of one tensor. on_host: number of its pages on the host.
 
-    is_dropped: the tensor needs pages and received none.
+    is_dropped: whether the tensor needs pages and received none.
     """
 
     rows: Number
@@ -198,10 +197,10 @@ class Allotment(NamedTuple):
 
 @dataclass
 class PageAccount:
-    """Numbers of free pages of a pool, and its counters, which every decision changes.
+    """Free pages and counters of one pool, or of several pools with arrays of numbers.
 
-    sizes: pages of the device tier and of the host tier. free: those of them that are free. counters: by Counter; only
-    counters that `take` and `end_plan` name are changed.
+    sizes: pages of each tier, the device first. free: free pages of each tier. counters: indexed by Counter; contains
+    at least the entries that the called methods update.
     """
 
     page_bytes: int
@@ -216,10 +215,10 @@ class PageAccount:
             self._count(Counter.VOID, 1)
         return min(max(num_rows, 0), most)
 
-    def take(
+    def allocate(
         self, tokens: Number, *, row_bytes: int, tokens_per_row: int, priority: Priority, reserve: Number = 0
-    ) -> Allotment:
-        """Gives pages to one tensor, or drops it.
+    ) -> Allocation:
+        """Allocates pages for one tensor, or drops it.
 
         The tensor needs pages for its live rows without gaps. It is admitted if at least `reserve` pages are free
         afterwards, on both tiers together; a tensor that needs none always is. It receives device pages first, and host
@@ -236,9 +235,9 @@ class PageAccount:
         self._count(Counter.PLANNED_PAGES, pages)
         self._count(Counter.SPILLED_PAGES, on_host)
         self._count(Counter.LIVE_BYTES, rows * row_bytes * is_admitted)
-        is_dropped = is_admitted ^ True
+        is_dropped = is_admitted ^ True  # `~` is -2 for True, and `not` rejects arrays
         self._count(COUNTER_OF_DROPPED[priority], is_dropped)
-        return Allotment(rows, pages, on_host, is_dropped)
+        return Allocation(rows, pages, on_host, is_dropped)
 
     def end_plan(self) -> None:
         """Updates the peaks; called after the tensors of each group."""
@@ -246,8 +245,8 @@ class PageAccount:
             taken, before = size - free, self.counters[counter]
             self.counters[counter] = np.maximum(before, taken) if isinstance(taken, np.ndarray) else max(before, taken)
 
-    def give_back(self, pages: Number, *, on_host: Number) -> None:
-        """Frees the pages of an allotment."""
+    def release(self, pages: Number, *, on_host: Number) -> None:
+        """Frees the pages of an allocation."""
         self.free = [self.free[0] + pages - on_host, self.free[1] + on_host]
 
     def _count(self, counter: Counter, number: Number) -> None:

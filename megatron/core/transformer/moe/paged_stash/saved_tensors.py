@@ -79,11 +79,6 @@ class StashGroup:
         # Whether max_rows is also the outermost size of a weight, and whether any saved tensor has it as another size.
         self._has_weights = self._has_such_sizes = False
 
-    @property
-    def may_recompute(self) -> bool:
-        """Whether the stash may recompute marked tensors, which requires bit-identical kernels."""
-        return self._group is not None and self._has_rungs
-
     def keep(self, *tensors: Tensor) -> None:
         """Declares that tensors are not rows although their outermost size is max_rows. Call it before their use.
 

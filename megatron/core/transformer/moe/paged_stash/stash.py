@@ -1,11 +1,11 @@
-"""PagedStash: contexts for the forwards of expert groups, the order of groups in a step, and pages reserved for x.
+"""PagedStash and StashedRows: forwards of expert groups, the order of groups in a step, and pages reserved for x.
 
 saved_tensors.py decides which tensors a context stashes, and group_memory.py moves them into pages and back.
 stash_order.py predicts the order, and arithmetic.py computes page counts.
 
     stash = PagedStash(PagePool(device, PoolLayout(page_bytes=65536, device_pages=4096)))
     for batch in batches:
-        ...                                # the forward of every expert layer does this:
+        ...                                # an expert layer of a script does this (GroupedMLP uses `begin`):
             with stash.context(f"layer {number}", num_rows, max_rows=C):
                 y = experts(x)             # x: [C, H], of which num_rows rows are live
         loss.backward()
@@ -15,7 +15,7 @@ stash_order.py predicts the order, and arithmetic.py computes page counts.
             optimizer.step()
 
 [Note: captured parts] One CUDA graph may contain the forward of a single layer, and another graph its backward. During
-capture a context runs once as usual: the forward's graph plans and fills pages at its end, and the backward's graph
+capture a forward runs once as usual: the forward's graph plans and fills pages at its end, and the backward's graph
 restores the rows and releases the pages. Replays run none of this code. A captured group therefore has separate entries
 in the page tables. The number of pages to leave free depends on the group's position in the step, so the graph reads it
 from memory that the host writes before each replay. A decision that is the same in each step is part of the graph:
@@ -473,7 +473,7 @@ class PagedStash:
     ) -> list[RestoredBlock]:
         """Ends a group's forward. Returns where its blocks will be restored; [] if nothing is stashed.
 
-        may_change: whether the caller may change num_rows before the stash stream has read it.
+        may_change: whether the caller may change num_rows before the group's backward.
         """
         with self._keeper.exclusive():
             part, memories = self._part, []
@@ -554,7 +554,7 @@ class PagedStash:
         group.has_backward_begun = True
         backward = StashEvent(EventKind.BACKWARD, *group.event.group)
         if is_first:
-            self._keeper.join()  # as in context(): backward writes to memory that autograd released
+            self._keeper.join()  # as in _open: backward writes to memory that autograd released
             if self._part is None:
                 self.order.observe(backward)
         if group.phase is Phase.STASHED:
@@ -576,8 +576,8 @@ class PagedStash:
 class StashedRows:
     """The row tensors of one expert group, which its owner passes to `save` and reads back with `read`.
 
-    Use it as a context manager around the group's forward: an exception marks the step as incomplete. The owner alone
-    must hold the tensors, because the copies into pages may still read them when `save` has returned.
+    Use it as a context manager around the group's forward: an exception marks the step as incomplete. No one may write
+    to the tensors after `save`: copies into pages may still be reading them, and changes are not detected.
     """
 
     def __init__(self, stash: PagedStash, group: GroupMemory, num_rows: Tensor, *, max_rows: int) -> None:
@@ -596,8 +596,8 @@ class StashedRows:
     ) -> None:
         """Stores the live rows of tensors; call it once, at the end of the group's forward.
 
-        inputs: at most as many as the operators of a pool take, [C] or [C, W], any dtype, and gate_up: [C, W], all
-        contiguous and newly allocated. recompute: writes the live rows of gate_up again, as in StashGroup.mark, with
+        inputs: [C] or [C, W], any dtype, and gate_up: [C, W], all contiguous and at the start of their storage.
+        recompute: writes the live rows of gate_up again, as in StashGroup.mark, with
         the first num_sources inputs as sources; None stores gate_up like an input.
         """
         stash, group, tensors = self._stash, self._group, [*inputs, gate_up]
@@ -621,7 +621,7 @@ class StashedRows:
         """Returns the tensors that were passed to `save`, [C, *], any dtype, gate_up last.
 
         Rows beyond the live ones are undefined. Call it once in each backward. keep: whether another backward follows.
-        Raises RuntimeError if the previous call did not keep them, or if the stash was reset in between.
+        Raises RuntimeError if the previous call did not keep them, or if the rows were still in pages at a reset.
         """
         require_kept(self._kept or self._restored)
         self._stash._settle(self._group)

@@ -1,4 +1,7 @@
-"""The function of all experts: the bits of separate functions, what it saves, and where it saves it."""
+"""Compares expert_outputs with separate functions: bits, saved tensors, and where they are saved.
+
+Other tests run it with a stash: test_row_origins.py, and all tests that train with --moe-paged-stash.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -98,9 +101,9 @@ class Case:
         output = grouped_gemm(rows, fc.weight, offsets=self.offsets)
         if fc.bias is not None:
             output = add_expert_bias(output, fc.bias, offsets=self.offsets, scale=scale, share=share)
-        if fc.a is not None and fc.b is not None:
-            low = grouped_gemm(rows, fc.a, offsets=self.offsets)
-            output = add_low_rank(output, low, weight=fc.b, offsets=self.offsets, scale=factor)
+        if fc.lora_a is not None and fc.lora_b is not None:
+            low = grouped_gemm(rows, fc.lora_a, offsets=self.offsets)
+            output = add_low_rank(output, low, weight=fc.lora_b, offsets=self.offsets, scale=factor)
         return output
 
     def live_grads(self, output: Tensor, *, wanted: list[str] | None = None, **options: Any) -> list[Tensor]:
@@ -131,8 +134,8 @@ def test_results_and_gradients_have_the_bits_of_separate_functions(
 
 @pytest.mark.parametrize(
     "frozen",
-    [["x"], ["probs"], ["x", "probs"], ["weight1", "weight2"], ["a1", "a2"], ["b1", "bias2"]]
-    + [["weight1", "bias1", "a1", "b1", "x"], ["weight2", "bias2", "a2", "b2"]],
+    [["x"], ["probs"], ["x", "probs"], ["weight1", "weight2"], ["lora_a1", "lora_a2"], ["lora_b1", "bias2"]]
+    + [["weight1", "bias1", "lora_a1", "lora_b1", "x"], ["weight2", "bias2", "lora_a2", "lora_b2"]],
     ids=",".join,
 )
 @pytest.mark.parametrize("buffer", BUFFERS)
@@ -185,7 +188,7 @@ def test_a_second_backward_needs_a_retained_graph(hooked: bool) -> None:
         case.live_grads(kept)
 
 
-def test_rows_are_freed_during_backward() -> None:
+def test_saved_rows_are_freed_by_backward() -> None:
     case = Case(has_more=True)
     output = case.together()
     saved = output.grad_fn.saved
@@ -240,7 +243,7 @@ def test_other_second_derivatives_are_refused(buffer: str, has_more: bool) -> No
 @pytest.mark.parametrize("buffer", BUFFERS)
 def test_owners_receive_the_gradients_of_matrices(buffer: str, has_more: bool) -> None:
     case = Case(buffer=buffer, has_more=has_more)
-    owned = [name for name in ("weight1", "a1", "weight2", "a2") if name in case.named]
+    owned = [name for name in ("weight1", "lora_a1", "weight2", "lora_a2") if name in case.named]
     expected = dict(zip(owned, case.live_grads(case.apart(), wanted=owned)))
     taken: dict[str, Tensor] = {}
 
@@ -307,3 +310,10 @@ def test_parts_save_their_own_tensors(buffer: str) -> None:
         "moe_act": [(rows, 2 * FFN), (rows,), (rows, RANK)],
     }
     assert_equal(case.live_grads(output), case.live_grads(case.apart()))
+
+
+def test_second_derivatives_inside_of_hooks_are_refused() -> None:
+    case = Case(UNNAMED, buffer="dynamic", dtype=torch.float64)
+    output = checkpoint(case.together, use_reentrant=False)
+    with pytest.raises(RuntimeError, match="create_graph=True of a function whose forward ran inside"):
+        case.live_grads(output, create_graph=True)
