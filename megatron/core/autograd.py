@@ -8,7 +8,7 @@ A layer calls about a dozen Functions in each micro-batch. On a GPU the host mus
 torch.utils.checkpoint only provides saved tensors, and torch ends it once the last one is saved: after all of the
 Function's work. A long Function therefore passes its tensors to the active hooks on saved tensors itself, as soon as
 they exist (`packed`), and the rest of its forward is skipped. Without hooks it saves them as usual. A hook returns
-tensors without history, so such a Function has no second derivative inside of hooks.
+tensors without history, so the gradients of such a Function cannot be differentiated inside of hooks (first_order).
 """
 
 from collections.abc import Callable, Collection
@@ -90,23 +90,21 @@ def save_early(ctx: Any, *tensors: Tensor | None) -> None:
 def saved_early(ctx: Any) -> list[Any]:
     """Returns the tensors that save_early saved. Call it once in each backward.
 
-    Raises RuntimeError in a second backward if the first did not retain the graph, and inside of hooks in a backward
-    with create_graph.
+    Raises RuntimeError in a second backward if the first did not retain the graph.
     """
     if ctx.packed is None:
         return list(ctx.saved_tensors)
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            "backward with create_graph=True of a function whose forward ran inside of torch.utils.checkpoint or other "
-            "hooks on saved tensors: its gradients cannot be differentiated; run the forward without recomputation, "
-            "offloading and hooks"
-        )
     require_kept(ctx.packed)
     tensors = unpacked(ctx.packed)
     if not graph_is_kept():
         # torch frees what save_for_backward saved, but not attributes, which live as long as the loss.
         ctx.packed = []
     return tensors
+
+
+def may_differentiate(ctx: Any) -> bool:
+    """Returns whether a backward with create_graph can differentiate what save_early saved: not if hooks saved it."""
+    return torch.is_grad_enabled() and ctx.packed is None
 
 
 def require_kept(saved: Collection[Any]) -> None:

@@ -472,9 +472,11 @@ def act_gradient_rows(
     """
     value_of, slope_of = _FUNCTIONS[form.activation.curve]
     ffn, clamp, gain = form.width(gate_up), form.clamp, form.gain if order is Order.SCALE_LAST else None
-    if act is not None and (gain is not None or clamp is not None):
+    is_strided = clamp is not None or (form.activation.is_gated and form.activation.curve is Curve.QUICK_GELU)
+    if act is not None and (gain is not None or is_strided):
         # The values below may differ from the forward's in the last bits: the formula that also yields the slope is
-        # another one, and clamped gates have another memory layout, on which torch's choice of instructions depends.
+        # another one, and clamped gates, or a sigmoid in the memory of the gradient, have another memory layout, on
+        # which torch's choice of instructions depends.
         act_rows(gate_up, scale, rows=rows, out=act, form=form)
         act = None
     for chunk, given_gate, given_up in _chunks(gate_up, rows, form=form):

@@ -146,7 +146,7 @@ class MLP(MegatronModule):
     def _activates_in_fc2(self) -> bool:
         # Other linear layers, such as those with an adapter, multiply their input alone.
         its_forward = getattr(self.linear_fc2.forward, "__func__", None)
-        return its_forward is RowParallelLinear.forward and self.activation_func is None
+        return its_forward is RowParallelLinear.forward and isinstance(self.activation, GatedActivation)
 
     def _by_module(self, x: Tensor, scale: Tensor | None) -> Tensor:
         assert self.activation_func is not None

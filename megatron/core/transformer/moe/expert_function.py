@@ -27,6 +27,7 @@ from torch import Tensor
 from megatron.core.autograd import (
     PlainFunction,
     first_order,
+    may_differentiate,
     packed,
     require_kept,
     save_early,
@@ -91,6 +92,7 @@ class _Call(NamedTuple):
     num_rows: Tensor | None
     order: StaticOrder | None
     stashed: StashedRows | None
+    is_recorded: bool
 
 
 def expert_outputs(
@@ -115,13 +117,20 @@ def expert_outputs(
     if they have any (weight_grads.py). Second derivatives exist only without a static buffer, biases and adapters, with
     trainable fc1 weights and torch's kernels, and outside of hooks on saved tensors.
     """
+    if order is not None and not math.is_static:
+        raise ValueError("order is of a static buffer, but moe_expert_rank_capacity_factor is None: omit order")
+    if stashed is not None and order is None:
+        raise ValueError("stashed stores rows that this function copies, but order is None: pass the order of the rows")
     num_rows = None
     if math.is_static:
         num_rows = offsets[-1:].long() if order is None else order.num_rows
-    result: Tensor = _Experts.apply(
-        _Call((fc1, fc2), math, parts, offsets, num_rows, order, stashed), x, probs, *fc1, *fc2
-    )
+    # A Function cannot see whether gradients are disabled around it.
+    call = _Call((fc1, fc2), math, parts, offsets, num_rows, order, stashed, torch.is_grad_enabled())
+    result: Tensor = _Experts.apply(call, x, probs, *fc1, *fc2)
     return result
+
+
+_NOTHING = (False,) * 11  # needs_input_grad without gradients
 
 
 class _Needs(NamedTuple):
@@ -220,20 +229,21 @@ def _kernel_of(
 class _Experts(PlainFunction):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, probs: Tensor, *tensors: Any) -> Tensor:
-        (fc1, fc2), math, parts, offsets, num_rows, order, _ = call
+        (fc1, fc2), math, parts, offsets, num_rows, order, _, is_recorded = call
         # The parameters themselves, because hooks on saved tensors may return different tensors. But not `call`: a
         # runner of its parts may hold a graph that was captured with this node, and a cycle through a node stays alive.
         ctx.fcs, ctx.math = call.fcs, math
         ctx.probs_shape, ctx.is_ordered = probs.shape, order is not None
-        ctx.needs = _Needs.of(ctx.needs_input_grad)
+        ctx.needs = _Needs.of(ctx.needs_input_grad if is_recorded else _NOTHING)
         ctx.saved = saved = _SavedRows(ctx.needs, call)
         # Arguments are not this function's own. Without hooks autograd saves them, and notices if they are changed.
         is_argument = order is None and parts.expert_fc1 is run and parts.moe_act is run
         maps = (None, None) if order is None else (order.token_of_row, order.row_of_slot)
         others = (offsets, num_rows, *maps, *tensors)
-        if active_hooks() is not None:
-            say_rows_and_others([x, probs] if is_argument else [], others)
-        save_early(ctx, x if is_argument and saved.wants("rows") else None, probs if is_argument else None, *others)
+        if is_recorded:
+            if active_hooks() is not None:
+                say_rows_and_others([x, probs] if is_argument else [], others)
+            save_early(ctx, x if is_argument and saved.wants("rows") else None, probs if is_argument else None, *others)
 
         rows, scale = x, probs
         if order is not None:
@@ -258,7 +268,9 @@ class _Experts(PlainFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return (_second_order if torch.is_grad_enabled() and _is_differentiable(ctx) else _first_order)(ctx, grad)
+        if may_differentiate(ctx) and _is_differentiable(ctx):
+            return _second_order(ctx, grad)
+        return _first_order(ctx, grad)
 
 
 def _dispatched(x: Tensor, probs: Tensor, order: StaticOrder) -> tuple[Tensor, Tensor]:
@@ -326,17 +338,17 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if fc2.bias is not None and needs.probs:
         grad_scale = torch.empty_like(scale)
         ops.expert_bias_scale_grad(grad, fc2.bias, offsets=offsets, share=math.share, out=grad_scale)
-    needs_act_grad = needs.gate_up or needs.probs
-    back = _back_through(
-        fc2, needs.fc2, grad, kept.get("low2"), needs_rows=needs_act_grad, offsets=offsets, factor=math.factors[1]
-    )
+    needs_gate_up = needs.gate_up
+    needs_act = needs_gate_up or needs.probs
+    factor1, factor2 = math.factors
+    back = _back_through(fc2, needs.fc2, grad, kept.get("low2"), needs_rows=needs_act, offsets=offsets, factor=factor2)
     bias2 = _bias_grad(ctx.fcs[1].bias, grad, scale=scale, offsets=offsets) if needs.fc2.bias else None
     activated = math.activation.gradients(
         back.rows,
         kept["gate_up"],
         scale,
         num_rows,
-        needs=(needs.gate_up, needs.probs),
+        needs=(needs_gate_up, needs.probs),
         needs_act=bool(needs.fc2.weight or needs.fc2.lora_a),
     )
     grad_gate_up, act = activated.gate_up, activated.act
@@ -349,14 +361,14 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     fc2_grads = (weight2, bias2, a2, back.lora_b)
     del act, grad, back
 
-    back = _back_through(
-        fc1, needs.fc1, grad_gate_up, low1, needs_rows=needs.x, offsets=offsets, factor=math.factors[0]
-    )
+    back = _back_through(fc1, needs.fc1, grad_gate_up, low1, needs_rows=needs.x, offsets=offsets, factor=factor1)
     bias1 = _bias_grad(ctx.fcs[0].bias, grad_gate_up, scale=None, offsets=offsets) if needs.fc1.bias else None
     weight1, a1 = _weight_grads(ctx, 0, needs.fc1, rows, grad_gate_up, back.low, offsets=offsets)
     grad_weights = (weight1, bias1, a1, back.lora_b, *fc2_grads)
     grad_rows = back.rows
     del rows, grad_gate_up, low1, back
+    if not graph_is_kept():
+        ctx.fcs = None  # computed parameters would live as long as the loss
     if not ctx.is_ordered:
         return None, grad_rows, grad_scale, *grad_weights
     return None, *_dispatched_grads(grad_rows, grad_scale, row_of_slot, shape=ctx.probs_shape), *grad_weights
@@ -432,13 +444,17 @@ def _bias_grad(bias: Tensor, grad: Tensor, *, scale: Tensor | None, offsets: Ten
 
 
 def _is_differentiable(ctx: Any) -> bool:
+    """Returns whether gradients can be differentiated. Raises RuntimeError if that requires rows that are not saved."""
     fc1, fc2 = ctx.fcs
-    return (
-        not ctx.math.is_static
-        and fc1.num_tensors == fc2.num_tensors == 1
-        and ctx.saved.wants("rows")
-        and ctx.kernels == (ProductKernel.TORCH, ProductKernel.TORCH)
-    )
+    is_plain = not ctx.math.is_static and fc1.num_tensors == fc2.num_tensors == 1
+    if not is_plain or ctx.kernels != (ProductKernel.TORCH, ProductKernel.TORCH):
+        return False
+    if not ctx.saved.wants("rows"):
+        raise RuntimeError(
+            "backward with create_graph=True of experts whose fc1 is frozen: their input is not saved for backward, so "
+            "their gradients cannot be differentiated; call backward without create_graph, or let weight1 require grad"
+        )
+    return True
 
 
 def _second_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

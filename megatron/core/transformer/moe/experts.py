@@ -95,7 +95,6 @@ class GroupedMLP(MegatronModule):
         if is_static:
             require_name(self.activation)
         self.is_static = is_static
-        self._last_math: ExpertMath | None = None
         hidden = config.hidden_size
         # Megatron's shapes. The memory layout is [e, H, 2F] and [e, F, H].
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
@@ -179,14 +178,11 @@ class GroupedMLP(MegatronModule):
         return output, None
 
     def _math(self) -> ExpertMath:
-        known = self._last_math
-        if known is None or known.activation is not self.activation:
-            fc1, fc2 = self.linear_fc1, self.linear_fc2
-            factors = 0.0 if fc1 is None else fc1.scale, 0.0 if fc2 is None else fc2.scale
-            # All ranks that share an expert store the whole bias2. Each adds a share of it, because their results are
-            # summed.
-            known = self._last_math = ExpertMath(self.activation, self.is_static, 1 / self.shard.num_parts, factors)
-        return known
+        fc1, fc2 = self.linear_fc1, self.linear_fc2
+        factors = 0.0 if fc1 is None else fc1.scale, 0.0 if fc2 is None else fc2.scale
+        # All ranks that share an expert store the whole bias2. Each adds a share of it, because their results are
+        # summed.
+        return ExpertMath(self.activation, self.is_static, 1 / self.shard.num_parts, factors)
 
     # For checkpoints and optimizers.
 

@@ -3,12 +3,13 @@
 The steps are in router.py, dispatch_*.py, experts.py and shared_experts.py.
 """
 
+import inspect
 from abc import ABC, abstractmethod
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
@@ -231,9 +232,7 @@ class MoELayer(BaseMoELayer):
         hidden_states: [*, H], parameter dtype; probs: float. Returns the rows to send back, [*, H], parameter dtype,
         each multiplied by its weight, and a bias to add, or None.
         """
-        # Other experts take rows, not tokens and an order.
-        takes_tokens = getattr(self.experts.forward, "__func__", None) is GroupedMLP.forward
-        if self.expert_step is not None and takes_tokens:
+        if self.expert_step is not None and _takes_order(self.experts):
             order = self.token_dispatcher.order_received(hidden_states)
             self.expert_step.record_demand(self.token_dispatcher.take_demand())
             return self._run_static_experts(hidden_states, probs, order)
@@ -313,6 +312,16 @@ class MoELayer(BaseMoELayer):
             "moe_preprocess": GraphedPart("moe_preprocess", self.router),
             "experts": GraphedPart("experts", self.experts, experts),
         }
+
+
+def _takes_order(experts: nn.Module) -> bool:
+    """Returns whether experts accept tokens and an order: GroupedMLP, unless a forward of its own takes only rows."""
+    if getattr(experts.forward, "__func__", None) is GroupedMLP.forward:
+        return True
+    if not isinstance(experts, GroupedMLP):
+        return False
+    parameters = inspect.signature(experts.forward).parameters.values()
+    return any(one.name == "order" or one.kind is one.VAR_KEYWORD for one in parameters)
 
 
 def _by_position(padding_mask: Tensor, hidden_states: Tensor) -> Tensor:

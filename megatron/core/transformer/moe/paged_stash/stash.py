@@ -278,6 +278,8 @@ class PagedStash:
         """
         if "_unbound" in self.__dict__ and not torch.is_grad_enabled():
             return None
+        if type(max_rows) is not int or max_rows < 0:  # before the more expensive check
+            _check_count(num_rows, max_rows, device=self.pool.device)
         group = self._open(name, active_hooks(), max_rows=max_rows)
         return None if group is None else StashedRows(self, group, num_rows, max_rows=max_rows)
 
@@ -585,11 +587,9 @@ class StashedRows:
         self._stash, self._group, self._num_rows, self._max_rows = stash, group, num_rows, max_rows
         self._kept: list[Tensor] = []
         self._restored: list[tuple[StorageView, RestoredBlock]] = []
-
-    @property
-    def may_recompute(self) -> bool:
-        """Whether `save` accepts a recomputation of gate_up, which then requires bit-identical kernels."""
-        return self._stash.has_rungs
+        self._is_saved = False
+        # Whether `save` accepts a recomputation of gate_up, which then requires bit-identical kernels.
+        self.may_recompute = stash.has_rungs
 
     def save(
         self, inputs: Sequence[Tensor], gate_up: Tensor, *, recompute: Callable[..., None] | None, num_sources: int
@@ -598,10 +598,20 @@ class StashedRows:
 
         inputs: [C] or [C, W], any dtype, and gate_up: [C, W], all contiguous and at the start of their storage.
         recompute: writes the live rows of gate_up again, as in StashGroup.mark, with
-        the first num_sources inputs as sources; None stores gate_up like an input.
+        the first num_sources inputs as sources; None stores gate_up like an input. Raises ValueError for other tensors,
+        and RuntimeError in a second call.
         """
+        if self._is_saved:
+            raise RuntimeError(f"{self._group.event.name!r}: rows were saved already; call begin once for each forward")
         stash, group, tensors = self._stash, self._group, [*inputs, gate_up]
         stored, views = NOTHING, [StorageView.of(tensor) for tensor in tensors]
+        for view, tensor in zip(views, tensors):
+            if view.offset or not view.size or view.size[0] != self._max_rows or not tensor.is_contiguous():
+                raise ValueError(
+                    f"a tensor has shape {list(view.size)}, strides {view.stride} and offset {view.offset}: must be "
+                    f"contiguous, with offset 0 and max_rows ({self._max_rows}) rows"
+                )
+        self._is_saved = True
         if group.phase is Phase.RECORDING:
             blocks = [Block.whole(tensor) for tensor in tensors]
             specs = [row_spec(block.end, self._max_rows) for block in blocks]
@@ -623,6 +633,8 @@ class StashedRows:
         Rows beyond the live ones are undefined. Call it once in each backward. keep: whether another backward follows.
         Raises RuntimeError if the previous call did not keep them, or if the rows were still in pages at a reset.
         """
+        if not self._is_saved:
+            raise RuntimeError(f"{self._group.event.name!r}: rows were not saved; call save in forward")
         require_kept(self._kept or self._restored)
         self._stash._settle(self._group)
         tensors = self._kept or [view.over(memory.bytes, memory.first_byte) for view, memory in self._restored]

@@ -65,3 +65,28 @@ def test_values_and_gradients_are_those_of_sequential_experts(
     tolerance = 1e-10 if dtype == torch.float64 else 5e-5
     for key, expected in found[0].items():
         assert (found[1][key] - expected).norm() <= tolerance * expected.norm(), key
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_changed_scale_takes_effect(kind: str) -> None:
+    layer = adapted_layer(grouped=True, targets=["linear_fc1", "linear_fc2"], **KINDS[kind])
+    x = torch.rand(6, 2, 32, generator=torch.Generator().manual_seed(2))
+    before = layer(x)[0]
+    for adapter in (layer.experts.linear_fc1, layer.experts.linear_fc2):
+        adapter.scale = 0.0
+    assert not torch.equal(layer(x)[0], before)
+
+
+@pytest.mark.parametrize("order", [True, False])
+def test_a_forward_of_its_own_receives_what_it_takes(order: bool) -> None:
+    layer = adapted_layer(grouped=True, targets=["linear_fc1"], **KINDS["static"])
+    x = torch.rand(6, 2, 32, generator=torch.Generator().manual_seed(2))
+    expected, shapes, forward = layer(x)[0], list[torch.Size](), layer.experts.forward
+
+    def wrapped(*args: Any, **named: Any) -> Any:
+        shapes.append(args[0].shape)
+        return forward(*args, **named)
+
+    layer.experts.forward = wrapped if order else lambda rows, counts, probs: wrapped(rows, counts, probs)
+    torch.testing.assert_close(layer(x)[0], expected)
+    assert (shapes[0] == x.view(-1, 32).shape) == order

@@ -3,6 +3,7 @@
 Other tests run it with a stash: test_row_origins.py, and all tests that train with --moe-paged-stash.
 """
 
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,19 +15,28 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megatron.core.activations import squared_relu
+from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.fusions.gated_activation import GatedActivation
 from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
 from megatron.core.transformer.module import LayerParts
 from megatron.core.transformer.moe import expert_function
 from megatron.core.transformer.moe.expert_function import ExpertLinear, ExpertMath, expert_outputs
-from megatron.core.transformer.moe.paged_stash import add_expert_bias, add_low_rank, grouped_gemm
+from megatron.core.transformer.moe.paged_stash import (
+    PagedStash,
+    PagePool,
+    PoolLayout,
+    StashedRows,
+    add_expert_bias,
+    add_low_rank,
+    grouped_gemm,
+)
 from megatron.core.transformer.moe.static_rows import gather_live_rows, order_by_expert, sum_live_rows
 
 ACTIVATIONS = {
     "fused": GatedActivation(F.silu, True),
     "clamped": GatedActivation(F.silu, True, clamp=0.5, offset=1.0),
     "by autograd": GatedActivation(F.gelu, True),
+    "quick": GatedActivation(quick_gelu, True),
     "plain": GatedActivation(squared_relu, False),
 }
 UNNAMED = GatedActivation(torch.tanh, True)
@@ -312,8 +322,74 @@ def test_parts_save_their_own_tensors(buffer: str) -> None:
     assert_equal(case.live_grads(output), case.live_grads(case.apart()))
 
 
-def test_second_derivatives_inside_of_hooks_are_refused() -> None:
-    case = Case(UNNAMED, buffer="dynamic", dtype=torch.float64)
+def test_a_backward_with_create_graph_inside_of_hooks_has_first_derivatives() -> None:
+    case = Case(buffer="dynamic")
+    expected = case.live_grads(case.together())
     output = checkpoint(case.together, use_reentrant=False)
-    with pytest.raises(RuntimeError, match="create_graph=True of a function whose forward ran inside"):
-        case.live_grads(output, create_graph=True)
+    assert_equal(case.live_grads(output, create_graph=True), expected)
+
+
+def test_second_derivatives_with_a_frozen_fc1_are_refused() -> None:
+    case = Case(UNNAMED, buffer="dynamic", dtype=torch.float64)
+    case.named["weight1"].requires_grad_(False)
+    with pytest.raises(RuntimeError, match="fc1 is frozen: their input is not saved"):
+        case.live_grads(case.together(), create_graph=True)
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+def test_nothing_is_passed_to_hooks_without_gradients(buffer: str) -> None:
+    case, packed = Case(buffer=buffer, has_more=True), list[Tensor]()
+    parts = {name: lambda function, *args: packed.extend(args) or function(*args) for name in ("expert_fc1", "moe_act")}
+    case.parts = replace(LayerParts(), **parts)
+    with torch.no_grad(), saved_tensors_hooks(lambda tensor: packed.append(tensor) or tensor, lambda tensor: tensor):
+        case.together()
+    assert not packed
+
+
+@pytest.mark.parametrize("buffer", BUFFERS)
+def test_computed_weights_are_freed_by_backward(buffer: str) -> None:
+    case = Case(buffer=buffer)
+    weights = [fc.weight * 1.0 for fc in case.fcs]
+    alive = [weakref.ref(weight) for weight in weights]
+    case.fcs = [ExpertLinear(weight) for weight in weights]
+    output = case.together()
+    loss = output.sum()
+    del weights, output
+    case.fcs = []
+    loss.backward()
+    assert [one() for one in alive] == [None, None] and loss.grad_fn is not None
+
+
+def test_arguments_of_static_buffers_are_refused_elsewhere() -> None:
+    case = Case(buffer="dynamic")
+    given: dict[str, Any] = {"math": case.math, "parts": case.parts, "offsets": case.offsets}
+    with pytest.raises(ValueError, match="order is of a static buffer, but moe_expert_rank_capacity_factor is None"):
+        expert_outputs(case.x, case.probs, *case.fcs, **given, order=case.order)
+    stash = PagedStash(PagePool("cpu", PoolLayout(page_bytes=64, device_pages=9)))
+    stashed = stash.begin("layer", case.order.num_rows, max_rows=CAPACITY)
+    with pytest.raises(ValueError, match="stashed stores rows .* order is None: pass the order"):
+        expert_outputs(case.x, case.probs, *case.fcs, **given, stashed=stashed)
+
+
+def test_stashed_rows_refuse_other_tensors_and_other_calls() -> None:
+    stash, num_rows = PagedStash(PagePool("cpu", PoolLayout(page_bytes=64, device_pages=99))), torch.tensor([3])
+
+    def begun() -> StashedRows:
+        stashed = stash.begin("layer", num_rows, max_rows=CAPACITY)
+        assert stashed is not None
+        return stashed
+
+    rows, wide = torch.rand(CAPACITY, 4), torch.rand(CAPACITY + 1, 8)
+    for wrong in (wide[1:], wide[:CAPACITY, :4], wide, rows.expand(2, *rows.shape)[0].t()):
+        with pytest.raises(ValueError, match=r"must be contiguous, with offset 0 and max_rows \(12\) rows"):
+            begun().save([wrong], rows.clone(), recompute=None, num_sources=0)
+    stashed = begun()
+    with pytest.raises(RuntimeError, match="'layer': rows were not saved; call save in forward"):
+        stashed.read(keep=False)
+    stashed.save([rows], rows.clone(), recompute=None, num_sources=0)
+    with pytest.raises(RuntimeError, match="'layer': rows were saved already"):
+        stashed.save([rows], rows.clone(), recompute=None, num_sources=0)
+    assert all(torch.equal(one[:3], rows[:3]) for one in stashed.read(keep=False))
+    for max_rows in (-1, 2.5, True):
+        with pytest.raises(ValueError, match="max_rows"):
+            stash.begin("layer", num_rows, max_rows=max_rows)
