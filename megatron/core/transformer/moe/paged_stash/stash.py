@@ -280,6 +280,8 @@ class PagedStash:
             return None
         if type(max_rows) is not int or max_rows < 0:  # before the more expensive check
             _check_count(num_rows, max_rows, device=self.pool.device)
+        if type(num_rows) is int:
+            raise ValueError(f"num_rows ({num_rows}) must be a tensor, [1], int64, on {self.pool.device}")
         group = self._open(name, active_hooks(), max_rows=max_rows)
         return None if group is None else StashedRows(self, group, num_rows, max_rows=max_rows)
 
@@ -615,11 +617,13 @@ class StashedRows:
         if group.phase is Phase.RECORDING:
             blocks = [Block.whole(tensor) for tensor in tensors]
             specs = [row_spec(block.end, self._max_rows) for block in blocks]
-            recomputations = []
+            recomputations, last = [], len(inputs)
             if recompute is not None:
+                if not 0 < num_sources <= last:
+                    raise ValueError(f"num_sources ({num_sources}) must be 1 to {last}, the number of inputs")
                 specs[-1] = row_spec(blocks[-1].end, self._max_rows, Priority.GATE_UP)
                 sources = tuple(enumerate(views[:num_sources]))
-                recomputations = [Recomputation(len(inputs), Priority.GATE_UP, recompute, views[-1], sources)]
+                recomputations = [Recomputation(last, Priority.GATE_UP, recompute, views[-1], sources)]
             stored = StoredRows(blocks, specs, recomputations)
         memories = stash._commit(group, stored, num_rows=self._num_rows, max_rows=self._max_rows, may_change=False)
         if memories:

@@ -383,6 +383,11 @@ def test_stashed_rows_refuse_other_tensors_and_other_calls() -> None:
     for wrong in (wide[1:], wide[:CAPACITY, :4], wide, rows.expand(2, *rows.shape)[0].t()):
         with pytest.raises(ValueError, match=r"must be contiguous, with offset 0 and max_rows \(12\) rows"):
             begun().save([wrong], rows.clone(), recompute=None, num_sources=0)
+    for number in (0, 2):
+        with pytest.raises(ValueError, match=rf"num_sources \({number}\) must be 1 to 1, the number of inputs"):
+            begun().save([rows], rows.clone(), recompute=print, num_sources=number)
+    with pytest.raises(ValueError, match=r"num_rows \(3\) must be a tensor, \[1\], int64, on cpu"):
+        stash.begin("layer", 3, max_rows=CAPACITY)
     stashed = begun()
     with pytest.raises(RuntimeError, match="'layer': rows were not saved; call save in forward"):
         stashed.read(keep=False)
