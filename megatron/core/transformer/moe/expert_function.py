@@ -193,7 +193,7 @@ class _SavedRows:
         again = None
         if self.may_drop:
             again = _recompute_of(call, hidden=inputs["rows"].shape[1])
-        num_sources = sum(name in inputs for name in ("rows", "low1"))
+        num_sources = ("rows" in inputs) + ("low1" in inputs)
         self._stashed.save(list(inputs.values()), gate_up, recompute=again, num_sources=num_sources)
         # From here on, only the names are needed.
         self._held = dict.fromkeys((*inputs, "gate_up"))
