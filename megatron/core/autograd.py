@@ -52,7 +52,7 @@ def first_order(backward: _Backward) -> _Backward:
 
 
 class Packed(NamedTuple):
-    """What a hook on saved tensors returned for a tensor, and the hook that returns the tensor."""
+    """A tensor that hooks have saved. content: result of the pack hook. unpack: hook that turns it into the tensor."""
 
     content: Any
     unpack: Callable[[Any], Tensor]

@@ -135,7 +135,7 @@ class Recomputation:
 
 
 class StoredRows(NamedTuple):
-    """What a group stores: blocks of memory, their specs, and recomputations of blocks that are dropped."""
+    """Memory blocks that one group stores in pages. specs: one for each block. recomputations: of droppable blocks."""
 
     blocks: list[Block]
     specs: list[TensorSpec]
