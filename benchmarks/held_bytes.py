@@ -74,12 +74,13 @@ class ExpertBytes(TorchDispatchMode):
     """Attributes operators' results to the expert layer whose forward runs, and counts them while they are alive.
 
     Must surround whole steps. Bytes grow in forwards of expert layers and when rows are restored, and can shrink at any
-    time, so they are counted after these two events.
+    time, so they are counted after these two events. keeps_restored: as given to the pool, see PagePool.
     """
 
-    def __init__(self, layers: Iterable[MoELayer]) -> None:
+    def __init__(self, layers: Iterable[MoELayer], *, keeps_restored: bool) -> None:
         super().__init__()
         self.peaks = Peaks()
+        self._keeps_restored = keeps_restored
         self._scopes: list[Kind | None] = []  # kind of the current forward; None for other parts of a layer
         self._made: dict[Kind, _Storages] = {kind: {} for kind in Kind}
         self._returned: _Storages = {}
@@ -169,7 +170,7 @@ class ExpertBytes(TorchDispatchMode):
             wire=_alive(self._made[Kind.WIRE]),
             index=_alive(self._made[Kind.INDEX]),
             pages=sum(pages for pages, _ in self._in_pages.values()) * self.peaks.page_bytes,
-            restored=_in_use(self._returned),
+            restored=(_in_use if self._keeps_restored else _alive)(self._returned),
             live=sum(live for _, live in self._in_pages.values()),
             tensors=len(self._in_pages),
         )
@@ -189,7 +190,7 @@ def _alive(storages: _Storages) -> int:
 
 
 def _in_use(storages: _Storages) -> int:
-    """Returns the bytes of buffers that are referenced elsewhere, because buffers themselves stay alive on the CPU."""
+    """Returns the bytes of kept buffers that are referenced elsewhere, because the pool itself keeps them alive."""
     _alive(storages)
     total = 0
     for reference, num_bytes in storages.values():

@@ -5,8 +5,11 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.held_bytes import ExpertBytes
 from benchmarks.stash_copy import build, measure_cpu
 from benchmarks.stash_step import PAGE_BYTES, Bench, Sizes, figures_of, measure, ways_of
+from megatron.core.transformer.moe.paged_stash.page_layout import PoolLayout, Priority, TensorSpec
+from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 
 LAYERS = 8
 
@@ -40,3 +43,20 @@ def test_copies_allocate_nothing_whatever_the_order_of_pages(order: str) -> None
     bench = build(256, torch.bfloat16, num_bytes=2**18, order=order, device="cpu", tier="device")
     figures = measure_cpu(bench, 2)  # raises if a copy allocates
     assert figures["live_bytes"] == 4 * 256 * (256 - 3) and figures["stash_x"] > 0
+
+
+@pytest.mark.parametrize("keeps_restored", [True, False])
+def test_restored_rows_are_counted_until_nothing_references_them(keeps_restored: bool) -> None:
+    pool = PagePool("cpu", PoolLayout(64, 2), keeps_restored=keeps_restored)
+    waiting = []
+    with ExpertBytes([], keeps_restored=keeps_restored) as counted:
+        for number in range(3):
+            if number == 2:
+                waiting.clear()  # only the pool may still reference these buffers
+            group = pool.open_group([TensorSpec(64, 64, 1, Priority.INPUT)])
+            pool.plan(group, torch.tensor([1]))
+            waiting.append(pool.restored.take(64))
+            pool.restore(group, [waiting[-1]])
+            pool.release(group)
+    # A page of 64 bytes is in use when the second target, also of 64 bytes, is counted.
+    assert counted.peaks.held.restored == 2 * 64 and counted.peaks.held.pages == 64
