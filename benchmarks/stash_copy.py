@@ -2,11 +2,11 @@
 
     python benchmarks/stash_copy.py [--rounds 25] [--json benchmarks/results/stash_copy_cpu.json]
 
-A group contains the tensors that an expert layer saves: x, gate_up of twice its width, and act. 15/16 of their rows are
-live, and a page stores 64 rows of x. The pool has space for two groups, so the plain copies alternate between two sets
-of buffers. Stash, restore and plain copies are interleaved. The results, stash x and restore x, are medians over rounds
-of copy_'s seconds / our seconds, i.e. the rate relative to copy_'s. A round under the profiler must not allocate. The
-order of free pages in the pool's ring is
+A group contains the tensors of an expert layer that also saves act: x, gate_up of twice its width, and act. 15/16 of
+their rows are live, and a page stores 64 rows of x. The pool has space for two groups, so the plain copies alternate
+between two sets of buffers. Stash, restore and plain copies are interleaved. The results, stash x and restore x, are
+medians over rounds of copy_'s seconds / our seconds, i.e. the rate relative to copy_'s. A round under the profiler must
+not allocate. The order of free pages in the pool's ring is
 
 new       as after a reset: a tensor's pages are consecutive
 step      as after a step in which 64 groups of other sizes used the pool, as under pipeline parallelism
