@@ -1,0 +1,125 @@
+"""PagedRows: rows that are stored in pages of an arena, as operands of operators that read and write them there.
+
+A kernel for GPUs finds each page of a tile by its position in the table. The CPU versions of operators compute on a view
+of the arena where the pages are adjacent in memory. Otherwise they read the rows into new memory, and write them back.
+Both give the same bits, because a view and new memory have the same strides and alignment.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+# The CPU's vector loops depend on the alignment of their operands, and another loop may round differently.
+_ALIGNMENT = 64
+
+
+class PagedRows(NamedTuple):
+    """Up to max_rows rows of `width` elements without gaps, of which page i is page table[i] of the arena.
+
+    arena: [pages * page_bytes / itemsize], the rows' dtype. table: [n], int64, same device. page_bytes: a multiple of
+    16; kernels for GPUs also require a whole number of rows in a page.
+    """
+
+    arena: Tensor
+    table: Tensor
+    page_bytes: int
+    max_rows: int
+    width: int
+
+    @property
+    def sizes(self) -> list[int]:
+        """The integers that operators expect beside the arena and the table."""
+        return [self.page_bytes, self.max_rows, self.width]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The rows' dtype."""
+        return self.arena.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The rows' device."""
+        return self.arena.device
+
+    @property
+    def shape(self) -> torch.Size:
+        """The shape of the same rows without pages: [max_rows, width]."""
+        return torch.Size((self.max_rows, self.width))
+
+
+Rows = Tensor | PagedRows
+
+
+def memory_of(rows: Rows) -> Tensor:
+    """Returns the tensor that operators receive for rows: [C, W], or the arena."""
+    return rows.arena if isinstance(rows, PagedRows) else rows
+
+
+def paging(name: str, rows: Rows) -> dict[str, Tensor | list[int]]:
+    """Returns the further arguments of an operator for its operand `name`: none for rows without pages."""
+    if not isinstance(rows, PagedRows):
+        return {}
+    return {f"{name}_table": rows.table, f"{name}_sizes": rows.sizes}
+
+
+def paging_schema(name: str) -> str:
+    """Returns the schema of the arguments of `paging`."""
+    return f"Tensor? {name}_table=None, int[] {name}_sizes=[]"
+
+
+def num_rows_of(memory: Tensor, sizes: Sequence[int]) -> int:
+    """Returns C of an operand: [C, W], or an arena with sizes."""
+    return sizes[1] if sizes else memory.shape[0]
+
+
+# --- For the CPU versions of operators. NOTE: tables are in CPU memory, so the host waits for no device. ---
+
+
+def read_sync(memory: Tensor, table: Tensor | None, sizes: Sequence[int], *, num_rows: int) -> Tensor:
+    """Returns the first num_rows rows of an operand for reading, [num_rows, W], or all of one without pages."""
+    if table is None:
+        return memory
+    rows = _view_sync(memory, table, sizes, num_rows=num_rows)
+    if rows is None:
+        elements, pages = _pages_of(memory, sizes, num_rows=num_rows)
+        rows = memory.view(-1, elements).index_select(0, table[:pages])
+        rows = rows.view(-1)[: num_rows * sizes[2]].view(num_rows, sizes[2])
+    return rows
+
+
+def write_sync(memory: Tensor, table: Tensor | None, sizes: Sequence[int], *, num_rows: int) -> tuple[Tensor, bool]:
+    """Returns memory to write the first num_rows rows of an operand to, and whether `store_sync` must follow."""
+    if table is None:
+        return memory, False
+    rows = _view_sync(memory, table, sizes, num_rows=num_rows)
+    return (memory.new_empty(num_rows, sizes[2]), True) if rows is None else (rows, False)
+
+
+def store_sync(rows: Tensor, memory: Tensor, table: Tensor, sizes: Sequence[int]) -> None:
+    """Copies rows, [R, W], into the pages of an operand."""
+    elements, pages = _pages_of(memory, sizes, num_rows=len(rows))
+    flat, arena = rows.reshape(-1), memory.view(-1, elements)
+    whole = flat.numel() // elements
+    arena.index_copy_(0, table[:whole], flat[: whole * elements].view(whole, elements))
+    if whole < pages:
+        rest = flat[whole * elements :]
+        arena[int(table[whole])][: rest.numel()] = rest
+
+
+def _pages_of(memory: Tensor, sizes: Sequence[int], *, num_rows: int) -> tuple[int, int]:
+    """Returns the number of elements in a page, and the number of pages that the rows occupy."""
+    elements = sizes[0] // memory.itemsize
+    return elements, -(-num_rows * sizes[2] // elements)
+
+
+def _view_sync(memory: Tensor, table: Tensor, sizes: Sequence[int], *, num_rows: int) -> Tensor | None:
+    """Returns a view of the rows, or None if their pages are not adjacent in memory."""
+    elements, pages = _pages_of(memory, sizes, num_rows=num_rows)
+    numbers = table[:pages].tolist()
+    first = numbers[0] if numbers else 0
+    if numbers != list(range(first, first + pages)):
+        return None
+    rows = memory[first * elements :][: num_rows * sizes[2]].view(num_rows, sizes[2])
+    return None if rows.data_ptr() % _ALIGNMENT else rows
