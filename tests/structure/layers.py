@@ -29,7 +29,7 @@ LAYERS = (
     Layer(
         0,
         "kernels",
-        r"megatron\.core\.device\.(pinned_memory|streams|torch_internals|triton_compile|triton_launch)",
+        r"megatron\.core\.device\.(pinned_memory|streams|torch_internals|triton_compile|triton_launch|triton_pages)",
     ),
     Layer(0, "kernels", r"megatron\.core\.fusions\.(gated_activation|triton_activations)", step=1),
     Layer(0, "kernels", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?", step=2),

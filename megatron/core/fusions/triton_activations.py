@@ -17,7 +17,7 @@ the sigmoid, which both kernels take from one library function. For the others a
 # mypy: allow-untyped-defs
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from megatron.core.device.triton_launch import (
     check_dtypes,
     next_power_of_2,
 )
+from megatron.core.device.triton_pages import Paging, check_rows, is_paged, row_layout, row_starts
 
 SILU = tl.constexpr(int(Curve.SILU))
 GELU = tl.constexpr(int(Curve.GELU))
@@ -50,13 +51,14 @@ _WARPS = {"num_warps": 4}
 _ACT_PROGRAMS, _GRADIENT_PROGRAMS = Residency(at_least=2, at_most_launched=8), Residency(at_least=4, at_most_launched=8)
 
 
-@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["num_rows", "needed"])
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["num_rows", "needed", "gate_up_table"])
 def act_kernel(
     gate_up,
     scale,
     num_rows,
     needed,
     out,
+    gate_up_table,
     max_rows,
     ffn,
     gate_up_pitch,
@@ -67,7 +69,9 @@ def act_kernel(
     IS_GATED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    GATE_UP_PAGE: tl.constexpr,
 ):
+    """Computes act. GATE_UP_PAGE: see [Note: lookups] in triton_pages.py."""
     if needed is not None:
         if tl.load(needed) == 0:
             return
@@ -78,7 +82,8 @@ def act_kernel(
         columns = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = columns[None, :] < ffn
         read = (rows < live)[:, None] & is_column
-        gate_at = gate_up + rows[:, None] * gate_up_pitch + columns[None, :]
+        gate_at = gate_up + row_starts(gate_up_table, rows, rows < live, gate_up_pitch, GATE_UP_PAGE)[:, None]
+        gate_at += columns[None, :]
         act = _value(_gate(tl.load(gate_at, mask=read, other=0).to(tl.float32), clamp), CURVE)
         if IS_GATED:
             act *= _up(tl.load(gate_at + ffn, mask=read, other=0).to(tl.float32), clamp, offset)
@@ -88,7 +93,7 @@ def act_kernel(
         tl.store(out_at, act.to(out.dtype.element_ty), mask=read)
 
 
-@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["num_rows"])
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["num_rows", "gate_up_table"])
 def act_gradient_kernel(
     grad,
     gate_up,
@@ -97,6 +102,7 @@ def act_gradient_kernel(
     grad_gate_up,
     grad_scale,
     act,
+    gate_up_table,
     max_rows,
     ffn,
     grad_row,
@@ -110,16 +116,19 @@ def act_gradient_kernel(
     IS_GATED: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    GATE_UP_PAGE: tl.constexpr,
 ):
+    """Computes the gradients, and act unless it is None. GATE_UP_PAGE: see [Note: lookups] in triton_pages.py."""
     live = _live_rows(num_rows, max_rows)
     for tile in tl.range(tl.program_id(0), tl.cdiv(live, ROWS), tl.num_programs(0)):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         is_live = rows < live
         total = tl.zeros([ROWS], tl.float32)
+        gate_up_starts = row_starts(gate_up_table, rows, is_live, gate_up_pitch, GATE_UP_PAGE)
         for start in tl.range(0, ffn, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
             read = is_live[:, None] & (columns[None, :] < ffn)
-            gate_at = gate_up + rows[:, None] * gate_up_pitch + columns[None, :]
+            gate_at = gate_up + gate_up_starts[:, None] + columns[None, :]
             grad_gate_at = grad_gate_up + rows[:, None] * grad_gate_up_pitch + columns[None, :]
             grad_at = grad + rows[:, None] * grad_row + columns[None, :].to(tl.int64) * grad_column
             given_gate = tl.load(gate_at, mask=read, other=0).to(tl.float32)
@@ -245,19 +254,22 @@ def gated_activation(
     activation: str,
     clamp: float | None = None,
     offset: float = 0.0,
+    gate_up_table: Tensor | None = None,
+    gate_up_sizes: Sequence[int] = (),
 ) -> None:
     """Computes act of the first num_rows rows, or of all, unless `needed` is 0.
 
-    gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype. num_rows, needed: [1], int64,
-    or None.
+    gate_up: [C, 2F] or [C, F], float dtype, may be in pages; scale: [C] or None; out: [C, F], same dtype. num_rows,
+    needed: [1], int64, or None. Raises ValueError for a table and sizes that do not fit the operands.
     """
-    kinds = (gate_up.dtype, out.dtype)
-    launch, tile_rows, column_tiles = _act(
-        kinds, out.shape[1], gate_up.stride(), out.stride(), activation, clamp, offset
-    )
+    kinds, strides, page = (gate_up.dtype, out.dtype), gate_up.stride(), 0
+    if is_paged((gate_up_table, gate_up_sizes)):
+        strides, page = _gate_up_layout(gate_up, (gate_up_table, gate_up_sizes), out.shape, activation)
+    launch, tile_rows, column_tiles = _act(kinds, out.shape[1], strides, out.stride(), page, activation, clamp, offset)
     max_rows = out.shape[0]
     needed = num_rows if needed is None else needed
-    launch(-(-max_rows // tile_rows) * column_tiles, (gate_up, scale, num_rows, needed, out), (max_rows,))
+    tensors = (gate_up, scale, num_rows, needed, out, gate_up_table)
+    launch(-(-max_rows // tile_rows) * column_tiles, tensors, (max_rows,))
 
 
 def gated_activation_backward(
@@ -272,19 +284,47 @@ def gated_activation_backward(
     activation: str,
     clamp: float | None = None,
     offset: float = 0.0,
+    gate_up_table: Tensor | None = None,
+    gate_up_sizes: Sequence[int] = (),
 ) -> None:
     """Writes the gradients of gate_up and scale, in the shapes and dtypes of gate_up and scale, and act.
 
-    grad: [C, F], any strides, gate_up's dtype; act: [C, F], same dtype, or None. num_rows: as in gated_activation.
+    grad: [C, F], any strides, gate_up's dtype; act: [C, F], same dtype, or None. gate_up may be in pages, unlike its
+    gradient. num_rows: as in gated_activation. Raises ValueError for a table and sizes that do not fit the operands.
     """
     form = (activation, clamp, offset)
+    gate_up_strides, page, pages = gate_up.stride(), 0, (gate_up_table, gate_up_sizes)
+    if is_paged(pages):
+        gate_up_strides, page = _gate_up_layout(gate_up, pages, grad.shape, activation)
     if act is not None and ACTIVATIONS[activation].curve not in _EMITTED:
-        gated_activation(gate_up, scale, num_rows=num_rows, out=act, activation=activation, clamp=clamp, offset=offset)
+        gated_activation(
+            gate_up,
+            scale,
+            num_rows=num_rows,
+            out=act,
+            activation=activation,
+            clamp=clamp,
+            offset=offset,
+            gate_up_table=gate_up_table,
+            gate_up_sizes=gate_up_sizes,
+        )
         act = None
-    kinds, strides = (gate_up.dtype, grad_gate_up.dtype), (*grad.stride(), *gate_up.stride(), *grad_gate_up.stride())
-    launch, tile_rows = _act_gradient(kinds, grad.shape[1], strides, None if act is None else act.stride(), *form)
+    kinds, strides = (gate_up.dtype, grad_gate_up.dtype), (*grad.stride(), *gate_up_strides, *grad_gate_up.stride())
+    act_strides = None if act is None else act.stride()
+    launch, tile_rows = _act_gradient(kinds, grad.shape[1], strides, act_strides, page, *form)
     max_rows = grad.shape[0]
-    launch(-(-max_rows // tile_rows), (grad, gate_up, scale, num_rows, grad_gate_up, grad_scale, act), (max_rows,))
+    tensors = (grad, gate_up, scale, num_rows, grad_gate_up, grad_scale, act, gate_up_table)
+    launch(-(-max_rows // tile_rows), tensors, (max_rows,))
+
+
+def _gate_up_layout(
+    gate_up: Tensor, pages: Paging, act_shape: torch.Size, activation: str
+) -> tuple[tuple[int, ...], int]:
+    """Returns the strides and the rows of a page of a paged gate_up, for an act of [C, F]."""
+    layout = row_layout("gate_up", gate_up, pages)
+    width = act_shape[1] * (2 if ACTIVATIONS[activation].is_gated else 1)
+    check_rows("gate_up", layout, num_rows=act_shape[0], width=width)
+    return layout.strides, layout.page
 
 
 @functools.lru_cache(MAX_PREPARED)
@@ -293,28 +333,34 @@ def _act(
     ffn: int,
     gate_up_strides: tuple[int, ...],
     out_strides: tuple[int, ...],
+    page: int,
     *form: Any,
 ) -> tuple[PreparedLaunch, int, int]:
     """Returns a launch of act_kernel, the rows of a tile, and the number of tiles in a row.
 
-    form: name, clamp and offset of the activation.
+    page: rows of a page of gate_up, 0 without pages. form: name, clamp and offset of the activation.
     """
     check_dtypes(*dtypes)
     check_adjacent_columns(ffn, gate_up_strides[1], out_strides[1])
     tile = _act_tile(ffn, _ACT_ELEMENTS)
     sizes = {"ffn": ffn, "gate_up_pitch": gate_up_strides[0], "out_pitch": out_strides[0]}
-    fixed = {**sizes, **_form_arguments(*form), **tile}
+    fixed = {**sizes, **_form_arguments(*form), **tile, "GATE_UP_PAGE": page}
     launch = PreparedLaunch(act_kernel, fixed, options=_WARPS, per_processor=_ACT_PROGRAMS.at_most_launched)
     return launch, tile["ROWS"], -(-ffn // tile["COLUMNS"])
 
 
 @functools.lru_cache(MAX_PREPARED)
 def _act_gradient(
-    dtypes: tuple[torch.dtype, ...], ffn: int, strides: tuple[int, ...], act_strides: tuple[int, ...] | None, *form: Any
+    dtypes: tuple[torch.dtype, ...],
+    ffn: int,
+    strides: tuple[int, ...],
+    act_strides: tuple[int, ...] | None,
+    page: int,
+    *form: Any,
 ) -> tuple[PreparedLaunch, int]:
     """Returns a launch of act_gradient_kernel, and the rows of a tile.
 
-    strides: grad, gate_up, grad_gate_up. act_strides: None if act is not written.
+    strides: grad, gate_up, grad_gate_up. act_strides: None if act is not written. page: as in _act.
     """
     check_dtypes(*dtypes)
     grad_row, grad_column, gate_up_pitch, gate_up_column, grad_gate_up_pitch, grad_gate_up_column = strides
@@ -323,7 +369,7 @@ def _act_gradient(
     tile = _act_tile(ffn, _GRADIENT_ELEMENTS)
     sizes = {"ffn": ffn, "grad_row": grad_row, "grad_column": grad_column}
     pitches = {"gate_up_pitch": gate_up_pitch, "grad_gate_up_pitch": grad_gate_up_pitch, "act_pitch": act_pitch}
-    fixed = {**sizes, **pitches, **_form_arguments(*form), **tile}
+    fixed = {**sizes, **pitches, **_form_arguments(*form), **tile, "GATE_UP_PAGE": page}
     per_processor = _GRADIENT_PROGRAMS.at_most_launched
     launch = PreparedLaunch(act_gradient_kernel, fixed, options=_WARPS, per_processor=per_processor)
     return launch, tile["ROWS"]

@@ -12,6 +12,8 @@ import torch
 from tests.conftest import COMPILED
 
 STASH = "megatron.core.transformer.moe.paged_stash"
+# Functions that kernels of several packages call.
+_PAGES = "megatron.core.device.triton_pages"
 
 
 @pytest.fixture
@@ -25,7 +27,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Modul
     """Yields a function that loads a copy of a kernel module that Triton's interpreter runs on the CPU.
 
     `interpreted("triton_kernels")` loads a module of the stash. Modules of other packages are given by full name. The
-    triton_* modules of the same package that it imports are copied too. sys.modules and the package store no copy.
+    triton_* modules of the same package that it imports are copied too, and triton_pages. sys.modules and the packages
+    store no copy.
     During the test, functions of Triton's language are interpreted. The end of the test restores them.
     """
     triton = pytest.importorskip("triton")
@@ -87,19 +90,21 @@ def _let_bfloat16_be_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _load_copy(name: str, *, of: str = STASH) -> ModuleType:
-    package = importlib.import_module(of)
-    prefix = f"{package.__name__}.triton_"
-    kept = {path: module for path, module in sys.modules.items() if path.startswith(prefix)}
-    _forget(package, prefix)
+    prefixes = (f"{of}.triton_", _PAGES)
+    kept = {path: module for path, module in sys.modules.items() if path.startswith(prefixes)}
+    _forget(prefixes)
     try:
-        return importlib.import_module(f"{package.__name__}.{name}")
+        return importlib.import_module(f"{of}.{name}")
     finally:
-        _forget(package, prefix)
-        sys.modules.update(kept)
-        vars(package).update({path.rpartition(".")[2]: module for path, module in kept.items()})
+        _forget(prefixes)
+        for path, module in kept.items():
+            sys.modules[path] = module
+            package, _, last = path.rpartition(".")
+            setattr(sys.modules[package], last, module)
 
 
-def _forget(package: ModuleType, prefix: str) -> None:
-    for path in [path for path in sys.modules if path.startswith(prefix)]:
+def _forget(prefixes: tuple[str, ...]) -> None:
+    for path in [path for path in sys.modules if path.startswith(prefixes)]:
         del sys.modules[path]
-        vars(package).pop(path.rpartition(".")[2], None)
+        package, _, last = path.rpartition(".")
+        vars(sys.modules[package]).pop(last, None)

@@ -17,7 +17,7 @@ resident, and issue independent loads before they use the first. benchmarks/comp
 # mypy: allow-untyped-defs
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import triton
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
+from megatron.core.device.triton_pages import check_rows, is_paged, row_layout, row_starts
 
 # Elements that a program sums for each choice: 16 bytes for each thread of 4 warps in half precision. See [Note: bytes
 # in flight].
@@ -160,19 +161,30 @@ def experts_kernel(rows_per_group, experts, rows_per_rank, num_experts, BINS: tl
     tl.store(experts + rank * rows_per_rank + row, tl.sum(is_past.to(tl.int32), axis=1), mask=row < rows_per_rank)
 
 
-@triton.jit(do_not_specialize_on_alignment=["num_rows"])
-def gather_kernel(x, source_of_row, num_rows, out, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["num_rows", "out_table"])
+def gather_kernel(
+    x,
+    source_of_row,
+    num_rows,
+    out,
+    out_table,
+    width,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    OUT_PAGE: tl.constexpr,
+):
+    """Copies the source of each live row. OUT_PAGE: see [Note: lookups] in triton_pages.py."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_live = row < tl.load(num_rows)
     source = tl.load(source_of_row + row, mask=is_live, other=-1)
     is_there = source >= 0
     start = source.to(tl.int64) * width
+    out_start = row_starts(out_table, row, is_live, width, OUT_PAGE)
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = (column < width)[None, :]
         values = tl.load(x + start[:, None] + column[None, :], mask=is_there[:, None] & inside, other=0)
-        place = row.to(tl.int64)[:, None] * width + column[None, :]
-        tl.store(out + place, values, mask=is_live[:, None] & inside)
+        tl.store(out + out_start[:, None] + column[None, :], values, mask=is_live[:, None] & inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])
@@ -271,21 +283,38 @@ def _search(num_experts: int) -> tuple[PreparedLaunch, int]:
     return launch, sizes["ROWS"]
 
 
-def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tensor) -> None:
+def gather_rows(
+    x: Tensor,
+    source_of_row: Tensor,
+    *,
+    num_rows: Tensor,
+    out: Tensor,
+    out_table: Tensor | None = None,
+    out_sizes: Sequence[int] = (),
+) -> None:
     """Writes out[r] = x[source_of_row[r]], or zeros if the source is -1, for live rows only.
 
-    x: [T, W], any dtype; source_of_row: [C], int32; num_rows: [1], int64; out: [C, W], x's dtype.
+    x: [T, W], any dtype; source_of_row: [C], int32; num_rows: [1], int64; out: [C, W], x's dtype, may be in pages.
+    Raises ValueError for a table and sizes that do not fit the operands.
     """
+    if is_paged((out_table, out_sizes)):
+        layout = row_layout("out", out, (out_table, out_sizes))
+        check_rows("out", layout, num_rows=source_of_row.shape[0], width=x.shape[1])
+        if out.dtype != x.dtype:
+            raise ValueError(f"out ({out.dtype}) must have x's dtype, {x.dtype}")
+        capacity, page = layout.num_rows, layout.page
+    else:
+        capacity, page = out.shape[0], 0
     if out.numel():
-        gather, tile_rows = _gather(out.shape[1])
-        gather(-(-out.shape[0] // tile_rows), (x, source_of_row, num_rows, out))
+        gather, tile_rows = _gather(x.shape[1], page)
+        gather(-(-capacity // tile_rows), (x, source_of_row, num_rows, out, out_table))
 
 
 @functools.cache
-def _gather(width: int) -> tuple[PreparedLaunch, int]:
-    """Returns a launch of gather_kernel, and the rows of a tile."""
+def _gather(width: int, page: int) -> tuple[PreparedLaunch, int]:
+    """Returns a launch of gather_kernel, and the rows of a tile. page: rows of a page of the result, 0 without."""
     tile = _tile(width, most_columns=_COPIED_COLUMNS)
-    return PreparedLaunch(gather_kernel, {"width": width, **tile}, options=_WARPS), tile["ROWS"]
+    return PreparedLaunch(gather_kernel, {"width": width, **tile, "OUT_PAGE": page}, options=_WARPS), tile["ROWS"]
 
 
 def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:

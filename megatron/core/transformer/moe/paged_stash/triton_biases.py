@@ -8,7 +8,7 @@ live ones are masked, so that their content, which may be NaN, is never read.
 # mypy: allow-untyped-defs
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import triton
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, check_dtypes, next_power_of_2
+from megatron.core.device.triton_pages import NO_PAGES, Paging, check_rows, is_paged, row_layout, row_starts
 
 # Elements of one tile: 16 for each thread of 4 warps.
 _ELEMENTS = 2048
@@ -26,13 +27,14 @@ _WARPS = {"num_warps": 4}
 _PROGRAMS = Residency(at_least=4, at_most_launched=8)
 
 
-@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["needed"])
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["needed", "rows_table"])
 def add_bias_kernel(
     rows_at,
     bias,
     scale,
     offsets,
     needed,
+    rows_table,
     max_rows,
     num_experts,
     width,
@@ -41,7 +43,9 @@ def add_bias_kernel(
     GROUPS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    ROWS_PAGE: tl.constexpr,
 ):
+    """Adds biases in place. ROWS_PAGE: see [Note: lookups] in triton_pages.py."""
     if tl.load(needed) == 0:
         return
     ends = _all_ends(offsets, num_experts, max_rows, GROUPS)
@@ -54,7 +58,8 @@ def add_bias_kernel(
         addend = _bias_of(bias, rows, columns, ends, num_experts, width, inside) * share
         if scale is not None:
             addend *= tl.load(scale + rows, mask=rows < live, other=0).to(tl.float32)[:, None]
-        place = rows_at + rows[:, None].to(tl.int64) * pitch + columns[None, :]
+        starts = row_starts(rows_table, rows, rows < live, pitch, ROWS_PAGE)
+        place = rows_at + starts[:, None] + columns[None, :]
         values = tl.load(place, mask=inside, other=0).to(tl.float32) + addend
         tl.store(place, values.to(rows_at.dtype.element_ty), mask=inside)
 
@@ -136,35 +141,61 @@ def _bias_of(bias, rows, columns, ends, num_experts, width, inside):
     return tl.load(bias + expert[:, None].to(tl.int64) * width + columns[None, :], mask=inside, other=0).to(tl.float32)
 
 
-def add_expert_bias(rows: Tensor, bias: Tensor, *, scale: Tensor | None, offsets: Tensor, share: float) -> None:
+def add_expert_bias(
+    rows: Tensor,
+    bias: Tensor,
+    *,
+    scale: Tensor | None,
+    offsets: Tensor,
+    share: float,
+    rows_table: Tensor | None = None,
+    rows_sizes: Sequence[int] = (),
+) -> None:
     """Adds the bias of each row's expert in place, times the row's scale and `share`.
 
-    rows: [C, O]; bias: [e, O]; scale: [C] or None; one of fp32, bf16 and fp16.
+    rows: [C, O], may be in pages; bias: [e, O]; scale: [C] or None; one of fp32, bf16 and fp16. Raises ValueError for a
+    table and sizes that do not fit the operands.
     """
-    add_bias_if(offsets[-1:], rows, bias=bias, scale=scale, offsets=offsets, share=share)
+    pages = (rows_table, rows_sizes)
+    add_bias_if(offsets[-1:], rows, bias=bias, scale=scale, offsets=offsets, share=share, pages=pages)
 
 
 def add_bias_if(
-    needed: Tensor, rows: Tensor, *, bias: Tensor, scale: Tensor | None, offsets: Tensor, share: float
+    needed: Tensor,
+    rows: Tensor,
+    *,
+    bias: Tensor,
+    scale: Tensor | None,
+    offsets: Tensor,
+    share: float,
+    pages: Paging = NO_PAGES,
 ) -> None:
     """Runs add_expert_bias unless `needed` is 0.
 
-    needed: [1], int32; rows: [C, O]; bias: [e, O]; scale: [C] or None; float dtypes.
+    needed: [1], int32; rows: [C, O]; bias: [e, O]; scale: [C] or None; float dtypes. pages: table and sizes of rows.
     """
-    launch, tile_rows, column_tiles = _addition(rows.dtype, bias.dtype, bias.shape, rows.stride(0), share)
-    max_rows = rows.shape[0]
-    launch(-(-max_rows // tile_rows) * column_tiles, (rows, bias, scale, offsets, needed), (max_rows,))
+    max_rows, pitch, page = rows.shape[0], rows.stride(0), 0
+    if is_paged(pages):
+        layout = row_layout("rows", rows, pages)
+        num_rows = layout.num_rows if scale is None else scale.shape[0]
+        check_rows("rows", layout, num_rows=num_rows, width=bias.shape[1])
+        max_rows, pitch, page = layout.num_rows, layout.width, layout.page
+    launch, tile_rows, column_tiles = _addition(rows.dtype, bias.dtype, bias.shape, pitch, share, page)
+    launch(-(-max_rows // tile_rows) * column_tiles, (rows, bias, scale, offsets, needed, pages[0]), (max_rows,))
 
 
 @functools.lru_cache(MAX_PREPARED)
 def _addition(
-    dtype: torch.dtype, bias_dtype: torch.dtype, shape: torch.Size, pitch: int, share: float
+    dtype: torch.dtype, bias_dtype: torch.dtype, shape: torch.Size, pitch: int, share: float, page: int
 ) -> tuple[PreparedLaunch, int, int]:
-    """Returns a launch of add_bias_kernel, the rows of a tile, and the number of tiles in a row. shape: [e, O]."""
+    """Returns a launch of add_bias_kernel, the rows of a tile, and the number of tiles in a row.
+
+    shape: [e, O]; page: rows of a page, 0 without pages.
+    """
     check_dtypes(dtype, bias_dtype)
     (experts, width), tile = shape, _tile(shape[1])
     sizes = {"num_experts": experts, "width": width, "pitch": pitch, "share": share}
-    fixed = {**sizes, "GROUPS": next_power_of_2(experts), **tile}
+    fixed = {**sizes, "GROUPS": next_power_of_2(experts), **tile, "ROWS_PAGE": page}
     launch = PreparedLaunch(add_bias_kernel, fixed, options=_WARPS, per_processor=_PROGRAMS.at_most_launched)
     return launch, tile["ROWS"], -(-width // tile["COLUMNS"])
 

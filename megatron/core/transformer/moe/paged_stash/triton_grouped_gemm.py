@@ -20,7 +20,7 @@ leaves enough registers for a program of a copy, see [Note: copies during GEMMs]
 # mypy: allow-untyped-defs
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import triton
@@ -35,6 +35,15 @@ from megatron.core.device.triton_launch import (
     check_dtypes,
     next_power_of_2,
 )
+from megatron.core.device.triton_pages import (
+    NO_PAGES,
+    Paging,
+    check_rows,
+    is_paged,
+    row_layout,
+    starts_ahead,
+    tile_starts,
+)
 from megatron.core.transformer.moe.paged_stash.triton_biases import add_bias_if
 
 # Resident programs per processor of grouped_gemm_kernel, which loops over tiles, by number of warps.
@@ -43,13 +52,15 @@ _PRODUCTS_PER_PROCESSOR = {4: 2, 8: 1}
 _OPTIONS = ("num_warps", "num_stages")
 
 
-@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["needed"])
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["needed", "x_table", "out_table"])
 def grouped_gemm_kernel(
     x,
     weight,
     offsets,
     needed,
     out,
+    x_table,
+    out_table,
     max_rows,
     scale,
     num_experts,
@@ -66,10 +77,13 @@ def grouped_gemm_kernel(
     COLUMNS: tl.constexpr,
     TERMS: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    X_PAGE: tl.constexpr,
+    OUT_PAGE: tl.constexpr,
 ):
     """Computes tiles [ROWS, COLUMNS] of the GEMM and writes them to `out`, or, with a scale, adds them to `out`.
 
     Rows of `out` that belong to no expert remain unchanged. IS_EVEN: whether loads are unmasked, see [Note: loads].
+    X_PAGE, OUT_PAGE: see [Note: lookups] in triton_pages.py.
     """
     if tl.load(needed) == 0:
         return
@@ -86,12 +100,17 @@ def grouped_gemm_kernel(
         end = tl.sum(tl.where(chosen, ends, 0), 0)
         local = tile - tl.sum(tl.where(chosen, tile_ends - tiles, 0), 0)
         row_tile, column_tile = _near_tile(local, tl.cdiv(end - start, ROWS), column_tiles)
-        rows = start + row_tile * ROWS + tl.arange(0, ROWS)
+        first_row = start + row_tile * ROWS
+        rows = first_row + tl.arange(0, ROWS)
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         term = tl.arange(0, TERMS)
         # Rows and columns beyond the last one are replaced with valid ones, whose sums are not stored.
         read_rows, read_columns = (tl.minimum(rows, end - 1), columns % outer) if IS_EVEN else (rows, columns)
-        x_at = x + read_rows[:, None].to(tl.int64) * x_row + term[None, :].to(tl.int64) * x_column
+        if X_PAGE == 0:
+            x_at = x + read_rows[:, None].to(tl.int64) * x_row + term[None, :].to(tl.int64) * x_column
+        else:
+            x_starts = tile_starts(x_table, first_row, read_rows, end, x_row, X_PAGE)
+            x_at = x + x_starts[:, None] + term[None, :].to(tl.int64) * x_column
         weight_at = weight + expert.to(tl.int64) * weight_expert
         weight_at += term[:, None].to(tl.int64) * weight_row + read_columns[None, :].to(tl.int64) * weight_column
         sums = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -106,19 +125,24 @@ def grouped_gemm_kernel(
             sums = tl.dot(left, right, sums, input_precision="ieee")
             x_at += TERMS * x_column
             weight_at += TERMS * weight_row
-        out_at = out + rows[:, None].to(tl.int64) * out_row + columns[None, :]
+        if OUT_PAGE == 0:
+            out_at = out + rows[:, None].to(tl.int64) * out_row + columns[None, :]
+        else:
+            out_starts = tile_starts(out_table, first_row, rows, end, out_row, OUT_PAGE)
+            out_at = out + out_starts[:, None] + columns[None, :]
         is_out = (rows < end)[:, None] & (columns[None, :] < outer)
         if scale is not None:
             sums = tl.load(out_at, mask=is_out, other=0).to(tl.float32) + sums * scale
         tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_out)
 
 
-@triton.jit(do_not_specialize=["max_rows"])
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["x_table"])
 def weight_grad_kernel(
     x,
     grad,
     offsets,
     out,
+    x_table,
     max_rows,
     scale,
     inner,
@@ -135,10 +159,12 @@ def weight_grad_kernel(
     TERMS: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_ADDED: tl.constexpr,
+    X_PAGE: tl.constexpr,
 ):
     """Computes the gradients of all experts' weights. Each program sums one tile over the expert's rows, in order.
 
     scale: factor of the sum, or None. IS_ADDED: whether to add to the value in `out`, in fp32, with one rounding.
+    X_PAGE: see [Note: lookups ahead] in triton_pages.py.
     """
     row_tiles, column_tiles = tl.cdiv(inner, ROWS), tl.cdiv(outer, COLUMNS)
     expert = tl.program_id(0) // (row_tiles * column_tiles)
@@ -154,18 +180,26 @@ def weight_grad_kernel(
     is_row, is_column = (rows < inner)[:, None], (columns < outer)[None, :]
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     whole = start + (end - start) // TERMS * TERMS
+    lane = tl.arange(0, TERMS)
+    if X_PAGE > 0:
+        x_at += lane[None, :].to(tl.int64) * x_row
+        x_starts = starts_ahead(x_table, start, lane, end, x_row, X_PAGE)
     for first in tl.range(start, whole, TERMS):
         term = first + tl.arange(0, TERMS)
+        x_terms = x_starts[None, :] if X_PAGE > 0 else term[None, :].to(tl.int64) * x_row
         if IS_EVEN:
-            left = tl.load(x_at + term[None, :].to(tl.int64) * x_row)
+            left = tl.load(x_at + x_terms)
             right = tl.load(grad_at + term[:, None].to(tl.int64) * grad_row)
         else:
-            left = tl.load(x_at + term[None, :].to(tl.int64) * x_row, mask=is_row, other=0)
+            left = tl.load(x_at + x_terms, mask=is_row, other=0)
             right = tl.load(grad_at + term[:, None].to(tl.int64) * grad_row, mask=is_column, other=0)
         sums = tl.dot(left, right, sums, input_precision="ieee")
+        if X_PAGE > 0:
+            x_starts = starts_ahead(x_table, first + tl.full((), TERMS, tl.int32), lane, end, x_row, X_PAGE)
     if whole < end:
         term = whole + tl.arange(0, TERMS)
-        left = tl.load(x_at + term[None, :].to(tl.int64) * x_row, mask=is_row & (term < end)[None, :], other=0)
+        x_terms = x_starts[None, :] if X_PAGE > 0 else term[None, :].to(tl.int64) * x_row
+        left = tl.load(x_at + x_terms, mask=is_row & (term < end)[None, :], other=0)
         right = tl.load(
             grad_at + term[:, None].to(tl.int64) * grad_row, mask=is_column & (term < end)[:, None], other=0
         )
@@ -196,28 +230,59 @@ def _near_tile(local, row_tiles, column_tiles):
     return first_row + within % height, within // height
 
 
-def grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) -> None:
-    """Multiplies the rows of expert i by weight[i]. x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
-    _launch_grouped_gemm(x, weight, offsets=offsets, needed=offsets[-1:], out=out)
+def grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    offsets: Tensor,
+    out: Tensor,
+    x_table: Tensor | None = None,
+    x_sizes: Sequence[int] = (),
+    out_table: Tensor | None = None,
+    out_sizes: Sequence[int] = (),
+) -> None:
+    """Multiplies the rows of expert i by weight[i]. x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype.
+
+    x and out may be in pages. Raises ValueError for tables and sizes that do not fit the operands.
+    """
+    x_pages, out_pages, needed = (x_table, x_sizes), (out_table, out_sizes), offsets[-1:]
+    _launch_grouped_gemm(x, weight, offsets=offsets, needed=needed, out=out, x_pages=x_pages, out_pages=out_pages)
 
 
 def grouped_gemm_weight_grad(
-    x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor, scale: float = 1.0, is_added: bool = False
+    x: Tensor,
+    grad: Tensor,
+    *,
+    offsets: Tensor,
+    out: Tensor,
+    scale: float = 1.0,
+    is_added: bool = False,
+    x_table: Tensor | None = None,
+    x_sizes: Sequence[int] = (),
 ) -> None:
     """Computes scale * x^T grad of each expert, 0 for an expert without rows, and writes or adds it to `out`.
 
-    x: [C, H]; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. Values are rounded once, to out's dtype.
-    is_added: whether to add to `out`.
+    x: [C, H], may be in pages; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. Values are rounded once, to
+    out's dtype. is_added: whether to add to `out`. Raises ValueError for a table and sizes that do not fit.
     """
-    launch, tiles = _weight_gradient(x.dtype, out.shape, (*x.stride(), *grad.stride(), *out.stride()), scale, is_added)
-    launch(tiles, (x, grad, offsets, out), (x.shape[0],))
+    max_rows, x_strides, page = x.shape[0], x.stride(), 0
+    if is_paged((x_table, x_sizes)):
+        layout = row_layout("x", x, (x_table, x_sizes))
+        check_rows("x", layout, num_rows=grad.shape[0], width=out.shape[1])
+        max_rows, x_strides, page = layout.num_rows, layout.strides, layout.page
+    strides = (*x_strides, *grad.stride(), *out.stride())
+    launch, tiles = _weight_gradient(x.dtype, out.shape, strides, scale, is_added, page)
+    launch(tiles, (x, grad, offsets, out, x_table), (max_rows,))
 
 
 @functools.lru_cache(MAX_PREPARED)
 def _weight_gradient(
-    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], scale: float, is_added: bool
+    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], scale: float, is_added: bool, page: int
 ) -> tuple[PreparedLaunch, int]:
-    """Returns a launch of weight_grad_kernel, and its number of programs. shape: [e, H, O]; strides: x, grad, out."""
+    """Returns a launch of weight_grad_kernel, and its number of programs.
+
+    shape: [e, H, O]; strides: x, grad, out; page: rows of a page of x, 0 without pages.
+    """
     check_dtypes(dtype)
     experts, inner, outer = shape
     check_adjacent_columns(inner, strides[1])
@@ -226,55 +291,102 @@ def _weight_gradient(
     names = ("x_row", "x_column", "grad_row", "grad_column", "out_expert", "out_row", "out_column")
     sizes = {"scale": None if scale == 1.0 else scale, "inner": inner, "outer": outer, **dict(zip(names, strides))}
     options = {key: tile.pop(key) for key in _OPTIONS}
-    fixed = {**sizes, **tile, "IS_EVEN": is_even, "IS_ADDED": is_added}
+    fixed = {**sizes, **tile, "IS_EVEN": is_even, "IS_ADDED": is_added, "X_PAGE": page}
     programs = experts * -(-inner // tile["ROWS"]) * -(-outer // tile["COLUMNS"])
     return PreparedLaunch(weight_grad_kernel, fixed, options=options), programs
 
 
 def gate_up_from_x(
-    x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    *,
+    offsets: Tensor,
+    needed: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    x_table: Tensor | None = None,
+    x_sizes: Sequence[int] = (),
+    out_table: Tensor | None = None,
+    out_sizes: Sequence[int] = (),
 ) -> None:
     """Recomputes gate_up, including the bias, unless `needed` is 0.
 
-    x: [C, H]; weight: [e, H, O]; bias: [e, O] or None; out: [C, O]; one float dtype. needed: [1], int64.
+    x: [C, H]; weight: [e, H, O]; bias: [e, O] or None; out: [C, O]; one float dtype. needed: [1], int64. x and out may
+    be in pages. Raises ValueError for tables and sizes that do not fit the operands.
     """
     # Viewed as int32, low word first, because in forward the kernels receive the last offset, which is int32.
     words = needed.view(torch.int32)
-    _launch_grouped_gemm(x, weight, offsets=offsets, needed=words, out=out)
+    x_pages, out_pages = (x_table, x_sizes), (out_table, out_sizes)
+    _launch_grouped_gemm(x, weight, offsets=offsets, needed=words, out=out, x_pages=x_pages, out_pages=out_pages)
     if bias is not None:
-        add_bias_if(words, out, bias=bias, scale=None, offsets=offsets, share=1.0)
+        add_bias_if(words, out, bias=bias, scale=None, offsets=offsets, share=1.0, pages=out_pages)
 
 
 def add_low_rank(
-    rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float, needed: Tensor | None = None
+    rows: Tensor,
+    low: Tensor,
+    *,
+    weight: Tensor,
+    offsets: Tensor,
+    scale: float,
+    needed: Tensor | None = None,
+    rows_table: Tensor | None = None,
+    rows_sizes: Sequence[int] = (),
 ) -> None:
     """Adds scale * low @ weight of the row's expert to each row in place, unless `needed` is 0.
 
-    rows: [C, O]; low: [C, r]; weight: [e, r, O]; one float dtype. needed: [1], int64; None means always.
+    rows: [C, O], may be in pages; low: [C, r]; weight: [e, r, O]; one float dtype. needed: [1], int64; None means
+    always. Raises ValueError for a table and sizes that do not fit the operands.
     """
     words = offsets[-1:] if needed is None else needed.view(torch.int32)
-    _launch_grouped_gemm(low, weight, offsets=offsets, needed=words, out=rows, scale=scale)
+    pages, names = (rows_table, rows_sizes), ("low", "rows")
+    _launch_grouped_gemm(
+        low, weight, offsets=offsets, needed=words, out=rows, scale=scale, out_pages=pages, names=names
+    )
 
 
 def _launch_grouped_gemm(
-    x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, scale: float | None = None
+    x: Tensor,
+    weight: Tensor,
+    *,
+    offsets: Tensor,
+    needed: Tensor,
+    out: Tensor,
+    scale: float | None = None,
+    x_pages: Paging = NO_PAGES,
+    out_pages: Paging = NO_PAGES,
+    names: tuple[str, str] = ("x", "out"),
 ) -> None:
-    """Launches grouped_gemm_kernel. scale: factor of the result that is added to `out`; None overwrites `out`."""
-    shape, max_rows = weight.shape, x.shape[0]
-    strides = (*x.stride(), *weight.stride(), *out.stride())
-    launch, tile_rows, column_tiles = _product(x.dtype, out.dtype, shape, strides, scale)
+    """Launches grouped_gemm_kernel. scale: factor of the result that is added to `out`; None overwrites `out`.
+
+    names: of x and out in error messages.
+    """
+    shape, max_rows, x_strides, out_strides, pages = weight.shape, x.shape[0], x.stride(), out.stride(), (0, 0)
+    if is_paged(x_pages) or is_paged(out_pages):
+        of_x, of_out = row_layout(names[0], x, x_pages), row_layout(names[1], out, out_pages)
+        check_rows(names[0], of_x, num_rows=of_out.num_rows, width=shape[1])
+        check_rows(names[1], of_out, num_rows=of_x.num_rows, width=shape[2])
+        max_rows, x_strides, out_strides = of_x.num_rows, of_x.strides, of_out.strides
+        pages = (of_x.page, of_out.page)
+    strides = (*x_strides, *weight.stride(), *out_strides)
+    launch, tile_rows, column_tiles = _product(x.dtype, out.dtype, shape, strides, scale, pages)
     # The last tile of each expert's rows may be partly empty.
     tiles = (-(-max_rows // tile_rows) + shape[0]) * column_tiles
-    launch(tiles, (x, weight, offsets, needed, out), (max_rows,))
+    launch(tiles, (x, weight, offsets, needed, out, x_pages[0], out_pages[0]), (max_rows,))
 
 
 @functools.lru_cache(MAX_PREPARED)
 def _product(
-    dtype: torch.dtype, out_dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], scale: float | None
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    scale: float | None,
+    pages: tuple[int, int],
 ) -> tuple[PreparedLaunch, int, int]:
     """Returns a launch of grouped_gemm_kernel, the rows of a tile, and the number of tiles in a row; 0 without experts.
 
-    shape: [e, H, O]; strides: x, weight, out.
+    shape: [e, H, O]; strides: x, weight, out; pages: rows of a page of x and of out, 0 without pages.
     """
     check_dtypes(dtype, out_dtype)
     experts, inner, outer = shape
@@ -284,7 +396,8 @@ def _product(
     names = ("x_row", "x_column", "weight_expert", "weight_row", "weight_column", "out_row")
     sizes = {"scale": scale, "num_experts": experts, "inner": inner, "outer": outer, **dict(zip(names, strides))}
     options = {key: tile.pop(key) for key in _OPTIONS}
-    fixed = {**sizes, **tile, "GROUPS": next_power_of_2(max(experts, 1)), "IS_EVEN": _is_even(inner, outer)}
+    constants = {"GROUPS": next_power_of_2(max(experts, 1)), "IS_EVEN": _is_even(inner, outer)}
+    fixed = {**sizes, **tile, **constants, "X_PAGE": pages[0], "OUT_PAGE": pages[1]}
     per_processor = _PRODUCTS_PER_PROCESSOR[options["num_warps"]]
     launch = PreparedLaunch(grouped_gemm_kernel, fixed, options=options, per_processor=per_processor)
     return launch, tile["ROWS"], -(-outer // tile["COLUMNS"]) if experts else 0

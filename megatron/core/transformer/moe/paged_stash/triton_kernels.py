@@ -46,6 +46,11 @@ default, they fill every SM. On an H200 (docs/gpu_results.md) GEMMs are then del
 the copies take alone, and by 0.89 to 1.5 with one program on each SM: a grouped GEMM has one program for each SM, so it
 is as slow as the slowest program.
 
+[Note: places] Tensors that are computed in pages are found by their places, one arena page for each page of live rows:
+the page itself if it is on the device. Otherwise, for a dropped tensor and for pages on the host, it is the page at the
+same position of the tensor's scratch, which starts at page scratch[i] of the arena. Kernels therefore read and write a
+tensor in the same way wherever its pages are. Entries of tensors with scratch -1 remain unchanged.
+
 [Note: tiers] Programs that copy host pages wait for PCIe, which a few programs saturate, and occupy their SMs
 meanwhile. Each tier therefore has its own launch, with at most HOST_PROGRAMS programs for the host tier. Held records
 how many pages are on the host.
@@ -113,12 +118,15 @@ GATE_UP = tl.constexpr(int(Priority.GATE_UP))
 ACT = tl.constexpr(int(Priority.ACT))
 
 
-@triton.jit(do_not_specialize_on_alignment=list(range(8)))
+@triton.jit(do_not_specialize_on_alignment=list(range(9)))
 def plan_kernel(
-    num_rows, reserve, heads, tails, ring, table, held, counters, layout, tensors,
+    num_rows, reserve, heads, tails, ring, table, held, counters, places, layout, tensors, scratch,
     COUNT: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """Allocates pages, in one program. layout: PoolLayout.numbers; tensors: COUNT records of encode_tensors."""
+    """Allocates pages, in one program. layout: PoolLayout.numbers; tensors: COUNT records of encode_tensors.
+
+    places, scratch: see [Note: places]; both are None without tensors that are computed in pages.
+    """
     page_bytes = (layout[0] - SHIFTED) >> 1
     device_pages = (layout[1] - SHIFTED) >> 1
     host_pages = (layout[2] - SHIFTED) >> 1
@@ -144,8 +152,13 @@ def plan_kernel(
             free_device = tail_device - head_device
             free = free_device + tail_host - head_host
             dropped = ((need > 0) & (need + tl.load(reserve + priority) > free)).to(tl.int64)
+            wanted = need
             need = need * (1 - dropped)
             on_device = tl.minimum(need, free_device)
+            if places is not None:
+                first = (scratch[i] - SHIFTED) >> 1
+                if first >= 0:
+                    _place(ring, places + table_start, first, head_device, device_pages, wanted, on_device, LANES)
             _give(ring, table + table_start, head_device, head_host, device_pages, host_pages, need, on_device, LANES)
             tl.store(held + slot * 4, need)
             tl.store(held + slot * 4 + 1, rows)
@@ -200,6 +213,22 @@ def _give(ring, table, head_device, head_host, device_pages, host_pages, need, o
         position = tl.where(position >= size, position - size, position) + tl.where(spilled, device_pages, 0)
         ids = tl.load(ring + position, mask=lane < need)
         tl.store(table + lane, ids, mask=lane < need)
+
+
+@triton.jit(noinline=True)
+def _place(ring, places, first, head_device, device_pages, wanted, on_device, LANES: tl.constexpr):
+    """Writes a tensor's places: on_device pages of the device ring, then the scratch pages of the same positions.
+
+    Reads the ring instead of the table, whose entries other threads may have written.
+    """
+    device_at = head_device % tl.maximum(device_pages, 1)
+    for start in range(0, wanted, LANES):
+        lane = start + tl.arange(0, LANES)
+        is_page = lane < on_device
+        position = device_at + lane
+        position = tl.where(position >= device_pages, position - device_pages, position)
+        ids = tl.load(ring + position, mask=is_page, other=0)
+        tl.store(places + lane, tl.where(is_page, ids, first + lane), mask=lane < wanted)
 
 
 MIN_BLOCK, MAX_BLOCK = 128, 512  # words of 16 bytes
@@ -388,10 +417,35 @@ def plan(
     counters: torch.Tensor,
     layout: Sequence[int],
     tensors: Sequence[int],
+    places: torch.Tensor | None = None,
+    scratch: Sequence[int] = (),
 ) -> None:
-    """Launches paged_stash::plan. num_rows: [1], int64; reserve: [3], int64. See [Note: operands] in cpu_kernels.py."""
-    launch, numbers = _one_program(plan_kernel, tuple(layout), tuple(tensors))
-    launch(1, (num_rows, reserve, heads, tails, ring, table, held, counters), numbers)
+    """Launches paged_stash::plan. num_rows: [1], int64; reserve: [3], int64. See [Note: operands] in cpu_kernels.py.
+
+    places: [entries], int64, parallel to the table, or None; scratch: one number per tensor. See [Note: places]. Raises
+    ValueError for places and scratch that do not fit the table and the tensors.
+    """
+    if places is None and not scratch:
+        launch, numbers = _one_program(plan_kernel, tuple(layout), tuple(tensors))
+    else:
+        _check_places(places, table, len(tensors) // INTS_PER_TENSOR, scratch)
+        launch, numbers = _one_program(plan_kernel, tuple(layout), tuple(tensors), tuple(scratch))
+    launch(1, (num_rows, reserve, heads, tails, ring, table, held, counters, places), numbers)
+
+
+def _check_places(places: torch.Tensor | None, table: torch.Tensor, num_tensors: int, scratch: Sequence[int]) -> None:
+    """Raises ValueError unless plan can write places. See [Note: places]."""
+    if places is None or len(scratch) != num_tensors or min(scratch, default=0) < -1:
+        raise ValueError(
+            f"scratch ({list(scratch)}) must have one number for each of the {num_tensors} tensors, a page or -1, and "
+            f"places ({'None' if places is None else 'a tensor'}) must be given with it"
+        )
+    is_parallel = places.shape == table.shape and places.device == table.device
+    if places.dtype != torch.int64 or not is_parallel or not places.is_contiguous():
+        raise ValueError(
+            f"places ({list(places.shape)}, {places.dtype}, {places.device}) must be contiguous int64 and parallel to "
+            f"the table ({list(table.shape)}, {table.device})"
+        )
 
 
 def stash(
@@ -404,11 +458,21 @@ def stash(
     layout: Sequence[int],
     tensors: Sequence[int],
     num_programs: int,
+    host_only: bool = False,
 ) -> None:
-    """Launches paged_stash::stash. sources: at most 16, [bytes], uint8. See [Note: operands] in cpu_kernels.py."""
-    pages = (device_pages, host_pages)
+    """Launches paged_stash::stash. sources: at most 16, [bytes], uint8. See [Note: operands] in cpu_kernels.py.
+
+    host_only: whether to copy only the pages on the host, because the other rows were computed in their pages.
+    """
     _launch(
-        table, held, to_pages=True, pages=pages, moved=sources, numbers=(layout, tensors), num_programs=num_programs
+        table,
+        held,
+        to_pages=True,
+        pages=(device_pages, host_pages),
+        moved=sources,
+        numbers=(layout, tensors),
+        num_programs=num_programs,
+        host_only=host_only,
     )
 
 
@@ -422,11 +486,21 @@ def restore(
     layout: Sequence[int],
     tensors: Sequence[int],
     num_programs: int,
+    host_only: bool = False,
 ) -> None:
-    """Launches paged_stash::restore. targets: at most 16, [bytes], uint8. See [Note: operands] in cpu_kernels.py."""
-    pages = (device_pages, host_pages)
+    """Launches paged_stash::restore. targets: at most 16, [bytes], uint8. See [Note: operands] in cpu_kernels.py.
+
+    host_only: as in stash.
+    """
     _launch(
-        table, held, to_pages=False, pages=pages, moved=targets, numbers=(layout, tensors), num_programs=num_programs
+        table,
+        held,
+        to_pages=False,
+        pages=(device_pages, host_pages),
+        moved=targets,
+        numbers=(layout, tensors),
+        num_programs=num_programs,
+        host_only=host_only,
     )
 
 
@@ -446,17 +520,24 @@ def release(
 
 @functools.lru_cache(MAX_PREPARED)
 def _one_program(
-    kernel: Any, layout: tuple[int, ...], tensors: tuple[int, ...]
+    kernel: Any, layout: tuple[int, ...], tensors: tuple[int, ...], scratch: tuple[int, ...] = ()
 ) -> tuple[PreparedLaunch, tuple[tuple[int, ...], ...]]:
-    """Returns a launch of plan_kernel or release_kernel, and its encoded numbers."""
+    """Returns a launch of plan_kernel or release_kernel, and its encoded numbers. scratch: of a plan with places."""
     count = count_for(len(tensors) // INTS_PER_TENSOR)
-    return _of_count(kernel, count), (shifted(layout), shifted_tensors(tensors))
+    numbers = (shifted(layout), shifted_tensors(tensors))
+    if scratch:
+        numbers += (shifted([*scratch, *[-1] * (count - len(scratch))]),)
+    return _of_count(kernel, count, bool(scratch)), numbers
 
 
 @functools.cache
-def _of_count(kernel: Any, count: int) -> PreparedLaunch:
-    """Returns the launch of plan_kernel or release_kernel that all groups of up to `count` tensors share."""
-    return PreparedLaunch(kernel, {"COUNT": count, "LANES": LANES}, options={"num_warps": 4})
+def _of_count(kernel: Any, count: int, has_places: bool) -> PreparedLaunch:
+    """Returns the launch of plan_kernel or release_kernel that all groups of up to `count` tensors share.
+
+    has_places: whether plan writes places.
+    """
+    absent = {"scratch": None} if kernel is plan_kernel and not has_places else {}
+    return PreparedLaunch(kernel, {**absent, "COUNT": count, "LANES": LANES}, options={"num_warps": 4})
 
 
 def _launch(
@@ -468,6 +549,7 @@ def _launch(
     moved: Sequence[torch.Tensor],
     numbers: tuple[Sequence[int], Sequence[int]],
     num_programs: int,
+    host_only: bool,
 ) -> None:
     if not moved:
         return
@@ -481,8 +563,10 @@ def _launch(
         useful = min(useful, num_programs)
     records, memory = shifted_tensors(tensors), shifted(addresses)
     # See [Note: tiers].
-    for tier, programs in enumerate((useful, min(useful, HOST_PROGRAMS))[: 2 if layout[2] else 1]):
-        launch(programs, (table, held), (shifted((*layout, *tiers, tier)), records, memory))
+    if not host_only:
+        launch(useful, (table, held), (shifted((*layout, *tiers, 0)), records, memory))
+    if layout[2]:
+        launch(min(useful, HOST_PROGRAMS), (table, held), (shifted((*layout, *tiers, 1)), records, memory))
 
 
 @functools.lru_cache(MAX_PREPARED)
