@@ -10,6 +10,7 @@ Shapes: C rows of the buffers, e experts, H hidden, F ffn, T tokens, K choices, 
 
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -144,12 +145,29 @@ def _empty(*shape: int, dtype: torch.dtype, is_aligned: bool = True) -> Tensor:
     return torch.empty(torch.Size(shape).numel() + 1, dtype=dtype)[1:].view(shape)
 
 
+def _rows_of(shape: tuple[int, int], page_rows: int, *, dtype: torch.dtype, is_aligned: bool = True) -> Tensor:
+    """Returns memory of rows, [C, W], or with page_rows > 0 an arena for pages of that many rows, [C * W]."""
+    memory = _empty(*shape, dtype=dtype, is_aligned=is_aligned)
+    return memory.view(-1) if page_rows else memory
+
+
+def _pages_of(name: str, shape: tuple[int, int], page_rows: int, *, dtype: torch.dtype) -> dict[str, Any]:
+    """Returns the table and the sizes of an operand [C, W] with pages of page_rows rows; nothing for 0."""
+    if not page_rows:
+        return {}
+    table = torch.empty(-(-shape[0] // page_rows), dtype=torch.int64)
+    return {f"{name}_table": table, f"{name}_sizes": [page_rows * shape[1] * dtype.itemsize, *shape]}
+
+
 # Section: launches of each operator.
 
 
 @dataclass(frozen=True)
 class Product:
-    """Sizes of a grouped GEMM [C, inner] x [e, inner, outer]. is_stored: whether rows of weights are contiguous."""
+    """Sizes of a grouped GEMM [C, inner] x [e, inner, outer]. is_stored: whether rows of weights are contiguous.
+
+    page_rows: rows of a page of x and of out, 0 without pages.
+    """
 
     dtype: str
     experts: int
@@ -158,6 +176,15 @@ class Product:
     rows: int = ROWS
     is_stored: bool = True
     is_aligned: bool = True
+    page_rows: tuple[int, int] = (0, 0)
+
+    def pages(self, *names: str) -> dict[str, Any]:
+        """Returns tables and sizes of x and out. names: of x and out, or of x alone."""
+        sizes = zip(names, (self.inner, self.outer), self.page_rows)
+        found = [
+            _pages_of(name, (self.rows, width), page, dtype=DTYPES[self.dtype]) for name, width, page in sizes if name
+        ]
+        return {key: value for one in found for key, value in one.items()}
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns x: [C, inner], weight: [e, inner, outer], offsets: [e], int32, and out: [C, outer]."""
@@ -165,54 +192,77 @@ class Product:
         shape = (self.inner, self.outer) if self.is_stored else (self.outer, self.inner)
         weight = _empty(self.experts, *shape, dtype=dtype, is_aligned=aligned)
         return (
-            _empty(self.rows, self.inner, dtype=dtype, is_aligned=aligned),
+            _rows_of((self.rows, self.inner), self.page_rows[0], dtype=dtype, is_aligned=aligned),
             weight if self.is_stored else weight.transpose(1, 2),
             torch.empty(self.experts, dtype=torch.int32),
-            _empty(self.rows, self.outer, dtype=dtype, is_aligned=aligned),
+            _rows_of((self.rows, self.outer), self.page_rows[1], dtype=dtype, is_aligned=aligned),
         )
 
     def forward(self) -> None:
         """Launches the grouped GEMM."""
         x, weight, offsets, out = self.operands()
-        triton_grouped_gemm.grouped_gemm(x, weight, offsets=offsets, out=out)
+        triton_grouped_gemm.grouped_gemm(x, weight, offsets=offsets, out=out, **self.pages("x", "out"))
 
     def added(self) -> None:
-        """Launches the scaled and accumulated GEMM of low-rank adapters."""
-        x, weight, offsets, out = self.operands()
-        triton_grouped_gemm.add_low_rank(out, x, weight=weight, offsets=offsets, scale=2.0)
+        """Launches the scaled and accumulated GEMM of low-rank adapters, whose x is contiguous."""
+        one = replace(self, page_rows=(0, self.page_rows[1]))
+        x, weight, offsets, out = one.operands()
+        pages = one.pages("low", "rows")
+        triton_grouped_gemm.add_low_rank(out, x, weight=weight, offsets=offsets, scale=2.0, **pages)
 
     def weight_grad(self) -> None:
-        """Launches the weight gradient, with the strides of the weights."""
-        x, weight, offsets, grad = self.operands()
-        triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=weight)
+        """Launches the weight gradient, with the strides of the weights, from a contiguous gradient."""
+        one = replace(self, page_rows=(self.page_rows[0], 0))
+        x, weight, offsets, grad = one.operands()
+        triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=weight, **one.pages("x"))
 
     def added_weight_grad(self) -> None:
         """Launches the weight gradient, scaled and accumulated into fp32 memory."""
-        x, weight, offsets, grad = self.operands()
+        one = replace(self, page_rows=(self.page_rows[0], 0))
+        x, weight, offsets, grad = one.operands()
         main_grad = torch.empty_like(weight, dtype=torch.float32)
-        triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=main_grad, scale=0.5, is_added=True)
+        more = {"scale": 0.5, "is_added": True, **one.pages("x")}
+        triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=main_grad, **more)
 
 
 def activation(
-    dtype: str, ffn: int, *, form: ActivationForm, scale: str | None, num_rows: Tensor | None = NUM_ROWS
+    dtype: str,
+    ffn: int,
+    *,
+    form: ActivationForm,
+    scale: str | None,
+    num_rows: Tensor | None = NUM_ROWS,
+    page_rows: int = 0,
 ) -> None:
     """Launches an activation and its gradient, of live rows or, without num_rows, of all rows.
 
-    scale: dtype of the rows' weights, or None. num_rows: [1], int64, or None.
+    scale: dtype of the rows' weights, or None. num_rows: [1], int64, or None. page_rows: rows of a page of gate_up, 0
+    without pages. With pages, the gradient's kernel also writes act.
     """
-    element = DTYPES[dtype]
-    gate_up, act = (_empty(ROWS, width, dtype=element) for width in (ffn * (2 if form.activation.is_gated else 1), ffn))
+    element, shape = DTYPES[dtype], (ROWS, ffn * (2 if form.activation.is_gated else 1))
+    gate_up, act = _rows_of(shape, page_rows, dtype=element), _empty(ROWS, ffn, dtype=element)
     weights = None if scale is None else torch.empty(ROWS, dtype=DTYPES[scale])
-    triton_activations.gated_activation(gate_up, weights, num_rows=num_rows, out=act, **form.arguments)
+    pages = _pages_of("gate_up", shape, page_rows, dtype=element)
+    triton_activations.gated_activation(gate_up, weights, num_rows=num_rows, out=act, **form.arguments, **pages)
     triton_activations.gated_activation_backward(
         act,
         gate_up,
         scale=weights,
         num_rows=num_rows,
-        grad_gate_up=torch.empty_like(gate_up),
+        grad_gate_up=_empty(*shape, dtype=element),
         grad_scale=None if weights is None else torch.empty_like(weights),
+        act=act if page_rows else None,
         **form.arguments,
+        **pages,
     )
+
+
+def bias_in_pages(dtype: str, width: int, *, page_rows: int) -> None:
+    """Launches the addition of biases to rows in pages. page_rows: rows of a page."""
+    element, shape, offsets = DTYPES[dtype], (ROWS, width), torch.empty(32, dtype=torch.int32)
+    rows, bias = _rows_of(shape, page_rows, dtype=element), _empty(32, width, dtype=element)
+    pages = _pages_of("rows", shape, page_rows, dtype=element)
+    triton_biases.add_expert_bias(rows, bias, scale=None, offsets=offsets, share=1.0, **pages)
 
 
 def biases(dtype: str, experts: int, width: int, *, scale: str | None) -> None:
@@ -258,6 +308,14 @@ def rows_moved(dtype: str, width: int, *, is_aligned: bool = True, topk: int = 8
     triton_rows.sum_rows(rows, slots)
 
 
+def gather_to_pages(dtype: str, width: int, *, page_rows: int) -> None:
+    """Launches the gather of tokens' rows into pages. page_rows: rows of a page."""
+    element, shape = DTYPES[dtype], (ROWS, width)
+    tokens, rows = _empty(TOKENS, width, dtype=element), _rows_of(shape, page_rows, dtype=element)
+    source, pages = torch.empty(ROWS, dtype=torch.int32), _pages_of("out", shape, page_rows, dtype=element)
+    triton_rows.gather_rows(tokens, source, num_rows=NUM_ROWS, out=rows, **pages)
+
+
 def choice(experts: int, *, topk: int = 8, dtype: str = "fp32", is_row: bool = True) -> None:
     """Launches the gradient of the logits.
 
@@ -278,8 +336,11 @@ def order(experts: int, *, topk: int = 8, dtype: torch.dtype = torch.int64, is_a
     triton_rows.experts_of_rows(torch.empty(8, experts, dtype=torch.int64), rows_per_rank=ROWS // 8)
 
 
-def stash(page_bytes: int, num_tensors: int) -> None:
-    """Launches the four operators of a page pool for a group of tensors. page_bytes: page size."""
+def stash(page_bytes: int, num_tensors: int, *, has_places: bool = False) -> None:
+    """Launches the four operators of a page pool for a group of tensors.
+
+    page_bytes: page size. has_places: whether tensors are computed in pages.
+    """
     layout = PoolLayout(page_bytes, device_pages=64, host_pages=64)
     row_bytes = 4096
     specs = [
@@ -299,7 +360,8 @@ def stash(page_bytes: int, num_tensors: int) -> None:
     state: dict[str, Any] = {"table": table, "held": held, **numbers}
     one, three = (torch.empty(size, dtype=torch.int64) for size in (1, 3))
     counters = torch.empty(len(triton_kernels.Counter), dtype=torch.int64)
-    triton_kernels.plan(one, three, heads=ends[0], tails=ends[1], ring=ring, counters=counters, **state)
+    places = {"places": torch.empty_like(table), "scratch": [0] * num_tensors} if has_places else {}
+    triton_kernels.plan(one, three, heads=ends[0], tails=ends[1], ring=ring, counters=counters, **state, **places)
     triton_kernels.stash(moved, pages[0], host_pages=pages[1], num_programs=0, **state)
     triton_kernels.restore(pages[0], pages[1], targets=moved, num_programs=0, **state)
     triton_kernels.release(ring, ends[1], **state)
@@ -424,6 +486,7 @@ def matrix() -> list[Launch]:
         _orders(),
         _rows(),
         _stashes(),
+        _paged(),
         _heads(),
         _adams(),
     )
@@ -516,6 +579,28 @@ def _stashes() -> Iterator[Launch]:
         yield from launches(f"pages of {page_bytes} bytes, {count} tensors", run, can_be_wide=True)
 
 
+def _paged() -> Iterator[Launch]:
+    # Pages with fewer rows than a tile, and with more.
+    sizes, page_rows = ((2048, 1536), (2040, 1544)), (16, 128)
+    for dtype, (inner, outer), rows in itertools.product(("bf16", "fp32"), sizes, page_rows):
+        product = Product(dtype, 32, inner, outer, page_rows=(rows, rows))
+        yield from _product(product, f", in pages of {rows} rows")
+    for dtype, width in itertools.product(("bf16", "fp32"), (2048, 2040)):
+        words = f"{dtype}, width {width}, in pages of 96 rows"
+        can_be_wide = width * DTYPES[dtype].itemsize % 16 == 0
+        run = functools.partial(gather_to_pages, dtype, width, page_rows=96)
+        yield from launches(words, run, can_be_wide=can_be_wide)
+        yield from launches(words, functools.partial(bias_in_pages, dtype, width, page_rows=96))
+    forms = (ActivationForm(), ActivationForm("swiglu", 7.0, 1.0), ActivationForm("squared_relu"))
+    for dtype, form, rows in itertools.product(("bf16", "fp32"), forms, (96, 128)):
+        name = f"{form.name}{'' if form.clamp is None else ' clamped'}"
+        run = functools.partial(activation, dtype, 2048, form=form, scale="fp32", page_rows=rows)
+        yield from launches(f"{name}, {dtype}, scaled, ffn 2048, in pages of {rows} rows", run)
+    for count in triton_kernels.COUNTS:
+        run = functools.partial(stash, PAGES[0], count, has_places=True)
+        yield from launches(f"pages of {PAGES[0]} bytes, {count} tensors, with places", run)
+
+
 def _heads() -> Iterator[Launch]:
     # (D, D_rot / 2): whole heads, heads without a power of two of pairs, and heads with other channels.
     widths = ((128, 64), (64, 32), (256, 128), (80, 40), (256, 32), (13, 3))
@@ -600,6 +685,7 @@ class HotModel:
         yield from launches(f"{self.name}: weights", functools.partial(rows_moved, "fp32", 1, topk=self.topk))
         page_bytes = self.page_tokens * self.hidden * 2
         yield from launches(f"{self.name}: stash", functools.partial(stash, page_bytes, 4), can_be_wide=True)
+        yield from self._paged_launches()
         if self.heads is not None:
             yield from launches(f"{self.name}: heads", self.heads.launch, can_be_wide=True)
         else:
@@ -609,6 +695,23 @@ class HotModel:
                 for direction, launch in zip(("", " back"), launches("", run, can_be_wide=True), strict=True):
                     name = f"{self.name}: heads of {width}{direction}"
                     yield replace(launch, case=replace(launch.case, name=name))
+
+    def _paged_launches(self) -> Iterator[Launch]:
+        """Yields the launches that read or write x and gate_up in pages of at least 128 rows of each."""
+        elements = 128 * math.lcm(self.hidden, 2 * self.ffn)
+        x_rows, gate_up_rows = elements // self.hidden, elements // (2 * self.ffn)
+        fc1 = Product("bf16", self.experts, self.hidden, 2 * self.ffn, page_rows=(x_rows, gate_up_rows))
+        run = functools.partial(
+            activation, "bf16", self.ffn, form=ActivationForm(), scale="fp32", page_rows=gate_up_rows
+        )
+        tokens = functools.partial(gather_to_pages, "bf16", self.hidden, page_rows=x_rows)
+        plan = functools.partial(stash, 2 * elements, 4, has_places=True)
+        yield from launches(f"{self.name}: fc1, in pages", fc1.forward)
+        yield from launches(f"{self.name}: fc1 weight gradient, in pages", fc1.weight_grad)
+        yield from launches(f"{self.name}: fc1 weight gradient, added to fp32, in pages", fc1.added_weight_grad)
+        yield from launches(f"{self.name}: swiglu, in pages", run)
+        yield from launches(f"{self.name}: tokens, in pages", tokens, can_be_wide=True)
+        yield from (one for one in launches(f"{self.name}: places", plan) if one.kernel_name == "plan_kernel")
 
 
 _QWEN3_HEADS = Heads("bf16", 128, 64, groups=4, queries=8, norms="plain")

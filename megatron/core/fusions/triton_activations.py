@@ -124,11 +124,13 @@ def act_gradient_kernel(
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         is_live = rows < live
         total = tl.zeros([ROWS], tl.float32)
-        gate_up_starts = row_starts(gate_up_table, rows, is_live, gate_up_pitch, GATE_UP_PAGE)
+        if GATE_UP_PAGE > 0:
+            gate_up_starts = row_starts(gate_up_table, rows, is_live, gate_up_pitch, GATE_UP_PAGE)
         for start in tl.range(0, ffn, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
             read = is_live[:, None] & (columns[None, :] < ffn)
-            gate_at = gate_up + gate_up_starts[:, None] + columns[None, :]
+            row_at = gate_up_starts[:, None] if GATE_UP_PAGE > 0 else rows[:, None] * gate_up_pitch
+            gate_at = gate_up + row_at + columns[None, :]
             grad_gate_at = grad_gate_up + rows[:, None] * grad_gate_up_pitch + columns[None, :]
             grad_at = grad + rows[:, None] * grad_row + columns[None, :].to(tl.int64) * grad_column
             given_gate = tl.load(gate_at, mask=read, other=0).to(tl.float32)

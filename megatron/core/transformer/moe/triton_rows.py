@@ -179,12 +179,14 @@ def gather_kernel(
     source = tl.load(source_of_row + row, mask=is_live, other=-1)
     is_there = source >= 0
     start = source.to(tl.int64) * width
-    out_start = row_starts(out_table, row, is_live, width, OUT_PAGE)
+    if OUT_PAGE > 0:
+        out_start = row_starts(out_table, row, is_live, width, OUT_PAGE)
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = (column < width)[None, :]
         values = tl.load(x + start[:, None] + column[None, :], mask=is_there[:, None] & inside, other=0)
-        tl.store(out + out_start[:, None] + column[None, :], values, mask=is_live[:, None] & inside)
+        place = (out_start[:, None] if OUT_PAGE > 0 else row.to(tl.int64)[:, None] * width) + column[None, :]
+        tl.store(out + place, values, mask=is_live[:, None] & inside)
 
 
 @triton.jit(do_not_specialize=["num_tokens"])

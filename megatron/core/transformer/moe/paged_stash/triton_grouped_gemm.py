@@ -106,11 +106,11 @@ def grouped_gemm_kernel(
         term = tl.arange(0, TERMS)
         # Rows and columns beyond the last one are replaced with valid ones, whose sums are not stored.
         read_rows, read_columns = (tl.minimum(rows, end - 1), columns % outer) if IS_EVEN else (rows, columns)
-        if X_PAGE == 0:
-            x_at = x + read_rows[:, None].to(tl.int64) * x_row + term[None, :].to(tl.int64) * x_column
+        if X_PAGE > 0:
+            x_starts = tile_starts(x_table, first_row, read_rows, end, x_row, X_PAGE)[:, None]
         else:
-            x_starts = tile_starts(x_table, first_row, read_rows, end, x_row, X_PAGE)
-            x_at = x + x_starts[:, None] + term[None, :].to(tl.int64) * x_column
+            x_starts = read_rows[:, None].to(tl.int64) * x_row
+        x_at = x + x_starts + term[None, :].to(tl.int64) * x_column
         weight_at = weight + expert.to(tl.int64) * weight_expert
         weight_at += term[:, None].to(tl.int64) * weight_row + read_columns[None, :].to(tl.int64) * weight_column
         sums = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -125,11 +125,11 @@ def grouped_gemm_kernel(
             sums = tl.dot(left, right, sums, input_precision="ieee")
             x_at += TERMS * x_column
             weight_at += TERMS * weight_row
-        if OUT_PAGE == 0:
-            out_at = out + rows[:, None].to(tl.int64) * out_row + columns[None, :]
+        if OUT_PAGE > 0:
+            out_starts = tile_starts(out_table, first_row, rows, end, out_row, OUT_PAGE)[:, None]
         else:
-            out_starts = tile_starts(out_table, first_row, rows, end, out_row, OUT_PAGE)
-            out_at = out + out_starts[:, None] + columns[None, :]
+            out_starts = rows[:, None].to(tl.int64) * out_row
+        out_at = out + out_starts + columns[None, :]
         is_out = (rows < end)[:, None] & (columns[None, :] < outer)
         if scale is not None:
             sums = tl.load(out_at, mask=is_out, other=0).to(tl.float32) + sums * scale
@@ -180,8 +180,8 @@ def weight_grad_kernel(
     is_row, is_column = (rows < inner)[:, None], (columns < outer)[None, :]
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     whole = start + (end - start) // TERMS * TERMS
-    lane = tl.arange(0, TERMS)
     if X_PAGE > 0:
+        lane = tl.arange(0, TERMS)
         x_at += lane[None, :].to(tl.int64) * x_row
         x_starts = starts_ahead(x_table, start, lane, end, x_row, X_PAGE)
     for first in tl.range(start, whole, TERMS):
@@ -198,8 +198,9 @@ def weight_grad_kernel(
             x_starts = starts_ahead(x_table, first + tl.full((), TERMS, tl.int32), lane, end, x_row, X_PAGE)
     if whole < end:
         term = whole + tl.arange(0, TERMS)
+        is_left = is_row & (term < end)[None, :]
         x_terms = x_starts[None, :] if X_PAGE > 0 else term[None, :].to(tl.int64) * x_row
-        left = tl.load(x_at + x_terms, mask=is_row & (term < end)[None, :], other=0)
+        left = tl.load(x_at + x_terms, mask=is_left, other=0)
         right = tl.load(
             grad_at + term[:, None].to(tl.int64) * grad_row, mask=is_column & (term < end)[:, None], other=0
         )
@@ -364,7 +365,10 @@ def _launch_grouped_gemm(
     shape, max_rows, x_strides, out_strides, pages = weight.shape, x.shape[0], x.stride(), out.stride(), (0, 0)
     if is_paged(x_pages) or is_paged(out_pages):
         of_x, of_out = row_layout(names[0], x, x_pages), row_layout(names[1], out, out_pages)
-        check_rows(names[0], of_x, num_rows=of_out.num_rows, width=shape[1])
+        if of_x.num_rows != of_out.num_rows:
+            rows = [f"{name} has {one.num_rows} rows" for name, one in zip(names, (of_x, of_out))]
+            raise ValueError(f"{' and '.join(rows)}, but both must have the same number of rows")
+        check_rows(names[0], of_x, num_rows=of_x.num_rows, width=shape[1])
         check_rows(names[1], of_out, num_rows=of_x.num_rows, width=shape[2])
         max_rows, x_strides, out_strides = of_x.num_rows, of_x.strides, of_out.strides
         pages = (of_x.page, of_out.page)
