@@ -1,20 +1,20 @@
-"""Rows in pages, for Triton kernels and their launchers: placement of operands, and lookups of rows in page tables.
+"""Rows in pages, for Triton kernels and their launchers: lookups of rows in page tables, and checks of operands.
 
 paged_rows.py describes such rows. Contains functions that kernels call, and no kernel that is launched.
 
-[Note: lookups] PAGE is the number of rows of a page, which are whole rows without gaps, and 0 for an operand without
-pages. Row r is at row table[r // PAGE] * PAGE + r % PAGE of the arena. Table entries beyond the pages of live rows are
-undefined. They are never loaded, so no address is computed from them. A tile of rows is found in one of two modes:
-  PAIR     for pages with at least as many rows as the tile, which then starts anywhere in one page and ends in the same
+[Note: lookups] PAGE is the number of rows of a page, and 0 for an operand without pages. Pages contain whole rows, so
+row r of the operand is row table[r // PAGE] * PAGE + r % PAGE of the arena. Kernels replace the numbers of rows by
+those in the arena, and compute addresses from them as without pages. Table entries beyond the pages of live rows are
+undefined, and are not loaded. A tile of rows is found in one of two modes:
+  PAIR     if a page has at least as many rows as the tile, which may begin anywhere in a page and then ends in the same
            or in the following one: two entries for each tile
-  ROWWISE  for smaller pages: one entry for each row
-Functions choose the mode at compile time, from PAGE and the length of the tile. A kernel can therefore not be launched
-in a mode that its pages do not allow. Tiles of a few wide rows are always found in mode ROWWISE, with fewer
-instructions.
+  ROWWISE  if pages are smaller: one entry for each row
+The mode follows from constants of the compiled kernel, PAGE and the length of the tile, so that no launch has a mode
+that its pages do not allow. Kernels whose tiles have a few wide rows always use ROWWISE, which is shorter for these.
 
-[Note: lookups ahead] In the loop of a weight gradient, the addresses of a tile depend on a table entry. Triton would
-load the entry in one stage of its pipeline and the tile in the next one, and a pipeline of three stages would hold two
-tiles. Each iteration therefore looks up the rows of the next one.
+[Note: lookups ahead] The loop of a weight gradient needs table entries to find a tile. If one iteration loaded both,
+Triton's pipeline would load the entries in one stage and the tile in the next, and keep fewer tiles in flight. Each
+iteration therefore finds the rows of the next one. Numbers of rows need half the registers of addresses meanwhile.
 """
 # mypy: allow-untyped-defs
 
@@ -32,49 +32,33 @@ NO_PAGES: Final[Paging] = (None, ())
 
 
 @triton.jit
-def row_starts(table, rows, is_live, row, PAGE: tl.constexpr):
-    """Returns the first element of each row, int64, in mode ROWWISE. row: elements of a row; is_live: rows to find."""
-    if PAGE == 0:
-        starts = rows.to(tl.int64) * row
-    else:
+def find_rows(table, rows, is_live, PAGE: tl.constexpr):
+    """Returns the rows' numbers in the arena, or `rows` without pages. is_live: rows to find. Mode ROWWISE."""
+    found = rows
+    if PAGE > 0:
+        # Numbers of rows fit 32 bits, in which division is cheaper.
         rows = rows.to(tl.int32)
-        page = tl.load(table + rows // PAGE, mask=is_live, other=0)
-        starts = (page * PAGE + rows % PAGE) * row
-    return starts
+        found = tl.load(table + rows // PAGE, mask=is_live, other=0).to(tl.int32) * PAGE + rows % PAGE
+    return found
 
 
 @triton.jit
-def tile_starts(table, first, rows, end, row, PAGE: tl.constexpr):
-    """Returns the first element of each row, int64. See [Note: lookups].
+def find_tile(table, first, rows, end, PAGE: tl.constexpr):
+    """Returns the rows' numbers in the arena, or `rows` without pages. See [Note: lookups].
 
-    rows: at least `first` and less than first + their number; rows from `end` on are not looked up.
+    first: first row of the tile. rows: at least `first`, and less than `first` plus their number. Rows from `end` on
+    are not found.
     """
+    found = rows
     if PAGE >= rows.shape[0]:
         page = first // PAGE
         following = (page + 1) * PAGE
-        shift = tl.load(table + page, mask=first < end, other=0) * PAGE - page * PAGE
-        next_shift = tl.load(table + page + 1, mask=following < end, other=0) * PAGE - following
-        starts = tl.where(rows < following, shift * row, next_shift * row) + rows.to(tl.int64) * row
-    else:
-        starts = row_starts(table, rows, rows < end, row, PAGE)
-    return starts
-
-
-@triton.jit
-def starts_ahead(table, first, lane, end, row, PAGE: tl.constexpr):
-    """Returns the first element of rows first + lane minus lane * row, int64. See [Note: lookups ahead].
-
-    Callers add lane * row, which does not depend on the iteration. Rows from `end` on are not looked up.
-    """
-    if PAGE >= lane.shape[0]:
-        page = first // PAGE
-        left = (page + 1) * PAGE - first
-        here = (tl.load(table + page, mask=first < end, other=0) * PAGE + first % PAGE) * row
-        following = (tl.load(table + page + 1, mask=first + left < end, other=0) * PAGE - left) * row
-        starts = tl.where(lane < left, here, following)
-    else:
-        starts = row_starts(table, first + lane, first + lane < end, row, PAGE) - lane.to(tl.int64) * row
-    return starts
+        shift = (tl.load(table + page, mask=first < end, other=0).to(tl.int32) - page) * PAGE
+        next_page = tl.load(table + page + 1, mask=following < end, other=0).to(tl.int32)
+        found = rows + tl.where(rows < following, shift, (next_page - page - 1) * PAGE)
+    elif PAGE > 0:
+        found = find_rows(table, rows, rows < end, PAGE)
+    return found
 
 
 def is_paged(paging: Paging) -> bool:
@@ -118,6 +102,8 @@ def row_layout(name: str, rows: Tensor, paging: Paging) -> RowLayout:
         )
     if rows.dim() != 1 or not rows.is_contiguous():
         raise ValueError(f"{name} ({_words(rows)}) must be an arena, which has one dimension and no gaps")
+    if rows.numel() // width >= 2**31:
+        raise ValueError(f"{name} has {rows.numel() // width} rows of {width}, but kernels number at most 2**31 - 1")
     page = page_bytes // row_bytes
     entries = -(-max_rows // page)
     if table.dtype != torch.int64 or table.device != rows.device or table.dim() != 1 or not table.is_contiguous():

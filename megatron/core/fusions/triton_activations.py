@@ -34,7 +34,7 @@ from megatron.core.device.triton_launch import (
     check_dtypes,
     next_power_of_2,
 )
-from megatron.core.device.triton_pages import Paging, check_rows, is_paged, row_layout, row_starts
+from megatron.core.device.triton_pages import Paging, check_rows, find_rows, is_paged, row_layout
 
 SILU = tl.constexpr(int(Curve.SILU))
 GELU = tl.constexpr(int(Curve.GELU))
@@ -82,8 +82,8 @@ def act_kernel(
         columns = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = columns[None, :] < ffn
         read = (rows < live)[:, None] & is_column
-        gate_at = gate_up + row_starts(gate_up_table, rows, rows < live, gate_up_pitch, GATE_UP_PAGE)[:, None]
-        gate_at += columns[None, :]
+        gate_up_rows = find_rows(gate_up_table, rows, rows < live, GATE_UP_PAGE).to(tl.int64)
+        gate_at = gate_up + gate_up_rows[:, None] * gate_up_pitch + columns[None, :]
         act = _value(_gate(tl.load(gate_at, mask=read, other=0).to(tl.float32), clamp), CURVE)
         if IS_GATED:
             act *= _up(tl.load(gate_at + ffn, mask=read, other=0).to(tl.float32), clamp, offset)
@@ -124,13 +124,11 @@ def act_gradient_kernel(
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         is_live = rows < live
         total = tl.zeros([ROWS], tl.float32)
-        if GATE_UP_PAGE > 0:
-            gate_up_starts = row_starts(gate_up_table, rows, is_live, gate_up_pitch, GATE_UP_PAGE)
+        gate_up_rows = find_rows(gate_up_table, rows, is_live, GATE_UP_PAGE).to(tl.int64)
         for start in tl.range(0, ffn, COLUMNS):
             columns = start + tl.arange(0, COLUMNS)
             read = is_live[:, None] & (columns[None, :] < ffn)
-            row_at = gate_up_starts[:, None] if GATE_UP_PAGE > 0 else rows[:, None] * gate_up_pitch
-            gate_at = gate_up + row_at + columns[None, :]
+            gate_at = gate_up + gate_up_rows[:, None] * gate_up_pitch + columns[None, :]
             grad_gate_at = grad_gate_up + rows[:, None] * grad_gate_up_pitch + columns[None, :]
             grad_at = grad + rows[:, None] * grad_row + columns[None, :].to(tl.int64) * grad_column
             given_gate = tl.load(gate_at, mask=read, other=0).to(tl.float32)
@@ -395,18 +393,26 @@ def residencies(num_warps: int) -> Mapping[str, Residency]:
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields compile cases for a simple and for expensive activations, in bf16 and fp32, of live rows and of all."""
+    """Yields compile cases for a simple and for expensive activations, in bf16 and fp32.
+
+    Rows: live ones or all, and live ones in pages.
+    """
     for name in ("bf16", "fp32"):
         yield from _cases(name, Curve.SILU, clamp=None, offset=None)
         yield from _cases(name, Curve.SILU, clamp=None, offset=None, num_rows=None)
+        yield from _cases(name, Curve.SILU, clamp=None, offset=None, page=96)
         yield from _cases(name, Curve.GELU_TANH, clamp=None, offset=None)
         yield from _cases(name, Curve.QUICK_GELU, clamp="fp32", offset="fp32")
 
 
-def _cases(name: str, curve: Curve, *, num_rows: str | None = "*i64", **form: str | None) -> Iterator[CompileCase]:
+def _cases(
+    name: str, curve: Curve, *, num_rows: str | None = "*i64", page: int = 0, **form: str | None
+) -> Iterator[CompileCase]:
     data, size, words = f"*{name}:16", "i32:16", f"{name}, {curve.name}{', all rows' if num_rows is None else ''}"
+    words += ", in pages" if page else ""
     sizes = {"max_rows": "i32", "ffn": size, "gate_up_pitch": size, **form, "CURVE": int(curve), "IS_GATED": True}
-    shared = {"gate_up": data, "scale": "*fp32:16", "num_rows": num_rows, **sizes}
+    pages = {"gate_up_table": "*i64" if page else None, "GATE_UP_PAGE": page}
+    shared = {"gate_up": data, "scale": "*fp32:16", "num_rows": num_rows, **sizes, **pages}
     yield compile_case(
         act_kernel,
         f"gated_activation, {words}",

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
-from megatron.core.device.triton_pages import check_rows, is_paged, row_layout, row_starts
+from megatron.core.device.triton_pages import check_rows, find_rows, is_paged, row_layout
 
 # Elements that a program sums for each choice: 16 bytes for each thread of 4 warps in half precision. See [Note: bytes
 # in flight].
@@ -179,13 +179,12 @@ def gather_kernel(
     source = tl.load(source_of_row + row, mask=is_live, other=-1)
     is_there = source >= 0
     start = source.to(tl.int64) * width
-    if OUT_PAGE > 0:
-        out_start = row_starts(out_table, row, is_live, width, OUT_PAGE)
+    out_row = find_rows(out_table, row, is_live, OUT_PAGE)
     for first in range(0, width, COLUMNS):
         column = first + tl.arange(0, COLUMNS)
         inside = (column < width)[None, :]
         values = tl.load(x + start[:, None] + column[None, :], mask=is_there[:, None] & inside, other=0)
-        place = (out_start[:, None] if OUT_PAGE > 0 else row.to(tl.int64)[:, None] * width) + column[None, :]
+        place = out_row.to(tl.int64)[:, None] * width + column[None, :]
         tl.store(out + place, values, mask=is_live[:, None] & inside)
 
 
@@ -351,22 +350,28 @@ def residencies(num_warps: int) -> Mapping[str, Residency]:
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields compile cases: orders of few and of many experts, wide rows in bf16, and fp32 rows of one element."""
+    """Yields compile cases: orders of few and of many experts, wide rows in bf16, and fp32 rows of one element.
+
+    Wide rows are gathered into contiguous memory and into pages.
+    """
     for num_experts in (8, 256):
         yield from _order_cases(num_experts)
     for name, elements in (("bf16", 4096), ("fp32", 1)):
         data, width = f"*{name}:16", 1 if elements == 1 else "i32:16"
-        yield compile_case(
-            gather_kernel,
-            f"gather_rows, {name}, width {width}",
-            options=_WARPS,
-            x=data,
-            source_of_row="*i32:16",
-            num_rows="*i64",
-            out=data,
-            width=width,
-            **_tile(elements, most_columns=_COPIED_COLUMNS),
-        )
+        for page in (0, 96) if elements > 1 else (0,):
+            yield compile_case(
+                gather_kernel,
+                f"gather_rows, {name}, width {width}{', into pages' if page else ''}",
+                options=_WARPS,
+                x=data,
+                source_of_row="*i32:16",
+                num_rows="*i64",
+                out=data,
+                out_table="*i64" if page else None,
+                width=width,
+                OUT_PAGE=page,
+                **_tile(elements, most_columns=_COPIED_COLUMNS),
+            )
         yield compile_case(
             sum_kernel,
             f"sum_rows, {name}, width {width}",

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, check_dtypes, next_power_of_2
-from megatron.core.device.triton_pages import NO_PAGES, Paging, check_rows, is_paged, row_layout, row_starts
+from megatron.core.device.triton_pages import NO_PAGES, Paging, check_rows, find_rows, is_paged, row_layout
 
 # Elements of one tile: 16 for each thread of 4 warps.
 _ELEMENTS = 2048
@@ -58,8 +58,8 @@ def add_bias_kernel(
         addend = _bias_of(bias, rows, columns, ends, num_experts, width, inside) * share
         if scale is not None:
             addend *= tl.load(scale + rows, mask=rows < live, other=0).to(tl.float32)[:, None]
-        starts = row_starts(rows_table, rows, rows < live, pitch, ROWS_PAGE)
-        place = rows_at + starts[:, None] + columns[None, :]
+        own_rows = find_rows(rows_table, rows, rows < live, ROWS_PAGE)
+        place = rows_at + own_rows[:, None].to(tl.int64) * pitch + columns[None, :]
         values = tl.load(place, mask=inside, other=0).to(tl.float32) + addend
         tl.store(place, values.to(rows_at.dtype.element_ty), mask=inside)
 
@@ -256,7 +256,7 @@ def residencies(num_warps: int) -> Mapping[str, Residency]:
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields compile cases with fp32 scales and without scales, in bf16 and fp32."""
+    """Yields compile cases with fp32 scales and without scales, which are of rows in pages, in bf16 and fp32."""
     for name in ("bf16", "fp32"):
         data, size = f"*{name}:16", "i32:16"
         many = {"num_experts": "i32", "max_rows": "i32", "width": size, "GROUPS": 32, **_tile(4096)}
@@ -264,15 +264,17 @@ def compile_cases() -> Iterator[CompileCase]:
         for scale, words in ((None, ""), ("*fp32:16", ", scaled")):
             yield compile_case(
                 add_bias_kernel,
-                f"add_expert_bias, {name}{words}",
+                f"add_expert_bias, {name}{words or ', in pages'}",
                 options=_WARPS,
                 rows_at=data,
                 bias=data,
                 scale=scale,
                 offsets="*i32:16",
                 needed="*i32",
+                rows_table=None if scale else "*i64",
                 pitch=size,
                 share="fp32",
+                ROWS_PAGE=0 if scale else 96,
                 **many,
             )
             yield compile_case(

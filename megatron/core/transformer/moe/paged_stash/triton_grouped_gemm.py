@@ -39,10 +39,9 @@ from megatron.core.device.triton_pages import (
     NO_PAGES,
     Paging,
     check_rows,
+    find_tile,
     is_paged,
     row_layout,
-    starts_ahead,
-    tile_starts,
 )
 from megatron.core.transformer.moe.paged_stash.triton_biases import add_bias_if
 
@@ -105,12 +104,11 @@ def grouped_gemm_kernel(
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         term = tl.arange(0, TERMS)
         # Rows and columns beyond the last one are replaced with valid ones, whose sums are not stored.
-        read_rows, read_columns = (tl.minimum(rows, end - 1), columns % outer) if IS_EVEN else (rows, columns)
-        if X_PAGE > 0:
-            x_starts = tile_starts(x_table, first_row, read_rows, end, x_row, X_PAGE)[:, None]
-        else:
-            x_starts = read_rows[:, None].to(tl.int64) * x_row
-        x_at = x + x_starts + term[None, :].to(tl.int64) * x_column
+        # Masked loads require that only in pages, where the compiler otherwise spills registers.
+        read_rows = tl.minimum(rows, end - 1) if IS_EVEN or X_PAGE > 0 else rows
+        read_columns = columns % outer if IS_EVEN else columns
+        x_rows = find_tile(x_table, first_row, read_rows, end, X_PAGE)
+        x_at = x + x_rows[:, None].to(tl.int64) * x_row + term[None, :].to(tl.int64) * x_column
         weight_at = weight + expert.to(tl.int64) * weight_expert
         weight_at += term[:, None].to(tl.int64) * weight_row + read_columns[None, :].to(tl.int64) * weight_column
         sums = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -125,11 +123,8 @@ def grouped_gemm_kernel(
             sums = tl.dot(left, right, sums, input_precision="ieee")
             x_at += TERMS * x_column
             weight_at += TERMS * weight_row
-        if OUT_PAGE > 0:
-            out_starts = tile_starts(out_table, first_row, rows, end, out_row, OUT_PAGE)[:, None]
-        else:
-            out_starts = rows[:, None].to(tl.int64) * out_row
-        out_at = out + out_starts + columns[None, :]
+        out_rows = find_tile(out_table, first_row, rows, end, OUT_PAGE)
+        out_at = out + out_rows[:, None].to(tl.int64) * out_row + columns[None, :]
         is_out = (rows < end)[:, None] & (columns[None, :] < outer)
         if scale is not None:
             sums = tl.load(out_at, mask=is_out, other=0).to(tl.float32) + sums * scale
@@ -181,26 +176,24 @@ def weight_grad_kernel(
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
     whole = start + (end - start) // TERMS * TERMS
     if X_PAGE > 0:
-        lane = tl.arange(0, TERMS)
-        x_at += lane[None, :].to(tl.int64) * x_row
-        x_starts = starts_ahead(x_table, start, lane, end, x_row, X_PAGE)
+        ahead = find_tile(x_table, start, start + tl.arange(0, TERMS), end, X_PAGE)
     for first in tl.range(start, whole, TERMS):
         term = first + tl.arange(0, TERMS)
-        x_terms = x_starts[None, :] if X_PAGE > 0 else term[None, :].to(tl.int64) * x_row
+        x_term = ahead if X_PAGE > 0 else term
         if IS_EVEN:
-            left = tl.load(x_at + x_terms)
+            left = tl.load(x_at + x_term[None, :].to(tl.int64) * x_row)
             right = tl.load(grad_at + term[:, None].to(tl.int64) * grad_row)
         else:
-            left = tl.load(x_at + x_terms, mask=is_row, other=0)
+            left = tl.load(x_at + x_term[None, :].to(tl.int64) * x_row, mask=is_row, other=0)
             right = tl.load(grad_at + term[:, None].to(tl.int64) * grad_row, mask=is_column, other=0)
         sums = tl.dot(left, right, sums, input_precision="ieee")
         if X_PAGE > 0:
-            x_starts = starts_ahead(x_table, first + tl.full((), TERMS, tl.int32), lane, end, x_row, X_PAGE)
+            following = first + tl.full((), TERMS, tl.int32)
+            ahead = find_tile(x_table, following, following + tl.arange(0, TERMS), end, X_PAGE)
     if whole < end:
         term = whole + tl.arange(0, TERMS)
-        is_left = is_row & (term < end)[None, :]
-        x_terms = x_starts[None, :] if X_PAGE > 0 else term[None, :].to(tl.int64) * x_row
-        left = tl.load(x_at + x_terms, mask=is_left, other=0)
+        x_term = ahead if X_PAGE > 0 else term
+        left = tl.load(x_at + x_term[None, :].to(tl.int64) * x_row, mask=is_row & (term < end)[None, :], other=0)
         right = tl.load(
             grad_at + term[:, None].to(tl.int64) * grad_row, mask=is_column & (term < end)[:, None], other=0
         )
@@ -445,48 +438,71 @@ def residencies(num_warps: int) -> Mapping[str, Residency]:
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields compile cases: weights as stored and transposed, results written and added, widths divisible by 16."""
+    """Yields compile cases of widths divisible by 16, of rows without pages, and in pages of a tile or smaller."""
     for dtype, name in ((torch.bfloat16, "bf16"), (torch.float32, "fp32")):
-        data, size = f"*{name}:16", "i32:16"
-        shapes = {"inner": size, "outer": size, "max_rows": "i32", "x": data, "x_row": size, "x_column": 1}
-        shapes |= {"offsets": "*i32:16", "IS_EVEN": True}
-        weights = ((size, 1, None, "as stored"), (1, size, None, "transposed"), (size, 1, "fp32", "added"))
-        for row, column, scale, words in weights:
-            tile = product_tile(dtype, 64, 64, is_added=scale is not None)
-            options = {key: tile.pop(key) for key in _OPTIONS}
-            yield compile_case(
-                grouped_gemm_kernel,
-                f"grouped_gemm, {name}, weights {words}",
-                options=options,
-                weight=data,
-                needed="*i32",
-                out=data,
-                scale=scale,
-                num_experts="i32",
-                weight_expert=size,
-                weight_row=row,
-                weight_column=column,
-                out_row=size,
-                GROUPS=32,
-                **tile,
-                **shapes,
-            )
-        for out, is_added in ((data, False), ("*fp32:16", True)):
-            tile = weight_grad_tile(dtype, is_even=True, is_added=is_added)
-            options = {key: tile.pop(key) for key in _OPTIONS}
-            yield compile_case(
-                weight_grad_kernel,
-                f"grouped_gemm_weight_grad, {name}, {'added to fp32' if is_added else 'written'}",
-                options=options,
-                grad=data,
-                out=out,
-                scale="fp32" if is_added else None,
-                grad_row=size,
-                grad_column=1,
-                out_expert=size,
-                out_row=size,
-                out_column=1,
-                IS_ADDED=is_added,
-                **tile,
-                **shapes,
-            )
+        for page, words in ((0, ""), (128, ", in pages"), (16, ", in small pages")):
+            yield from _product_cases(dtype, name, page, words)
+            yield from _weight_grad_cases(dtype, name, page, words)
+
+
+def _product_cases(dtype: torch.dtype, name: str, page: int, words: str) -> Iterator[CompileCase]:
+    """Yields cases with weights as stored and transposed, and with an added result, whose x is never in pages."""
+    data, size = f"*{name}:16", "i32:16"
+    weights = ((size, 1, None, "as stored"), (1, size, None, "transposed"), (size, 1, "fp32", "added"))
+    for row, column, scale, kind in weights:
+        tile = product_tile(dtype, 64, 64, is_added=scale is not None)
+        options = {key: tile.pop(key) for key in _OPTIONS}
+        x_page = 0 if scale is not None else page
+        yield compile_case(
+            grouped_gemm_kernel,
+            f"grouped_gemm, {name}, weights {kind}{words}",
+            options=options,
+            weight=data,
+            needed="*i32",
+            out=data,
+            scale=scale,
+            num_experts="i32",
+            weight_expert=size,
+            weight_row=row,
+            weight_column=column,
+            out_row=size,
+            GROUPS=32,
+            **_table_case("out", page),
+            **_x_case(data, x_page),
+            **tile,
+        )
+
+
+def _weight_grad_cases(dtype: torch.dtype, name: str, page: int, words: str) -> Iterator[CompileCase]:
+    """Yields cases with a written result, and with a scaled one that is added to fp32."""
+    data, size = f"*{name}:16", "i32:16"
+    for out, is_added in ((data, False), ("*fp32:16", True)):
+        tile = weight_grad_tile(dtype, is_even=True, is_added=is_added)
+        options = {key: tile.pop(key) for key in _OPTIONS}
+        yield compile_case(
+            weight_grad_kernel,
+            f"grouped_gemm_weight_grad, {name}, {'added to fp32' if is_added else 'written'}{words}",
+            options=options,
+            grad=data,
+            out=out,
+            scale="fp32" if is_added else None,
+            grad_row=size,
+            grad_column=1,
+            out_expert=size,
+            out_row=size,
+            out_column=1,
+            IS_ADDED=is_added,
+            **_x_case(data, page),
+            **tile,
+        )
+
+
+def _x_case(data: str, page: int) -> dict[str, object]:
+    """Returns the arguments that the cases of both kernels share."""
+    size = "i32:16"
+    shapes = {"inner": size, "outer": size, "max_rows": "i32", "offsets": "*i32:16", "IS_EVEN": True}
+    return {**shapes, "x": data, "x_row": size, "x_column": 1, **_table_case("x", page)}
+
+
+def _table_case(name: str, page: int) -> dict[str, object]:
+    return {f"{name}_table": "*i64" if page else None, f"{name.upper()}_PAGE": page}

@@ -152,13 +152,8 @@ def plan_kernel(
             free_device = tail_device - head_device
             free = free_device + tail_host - head_host
             dropped = ((need > 0) & (need + tl.load(reserve + priority) > free)).to(tl.int64)
-            wanted = need
             need = need * (1 - dropped)
             on_device = tl.minimum(need, free_device)
-            if places is not None:
-                first = (scratch[i] - SHIFTED) >> 1
-                if first >= 0:
-                    _place(ring, places + table_start, first, head_device, device_pages, wanted, on_device, LANES)
             _give(ring, table + table_start, head_device, head_host, device_pages, host_pages, need, on_device, LANES)
             tl.store(held + slot * 4, need)
             tl.store(held + slot * 4 + 1, rows)
@@ -184,10 +179,16 @@ def plan_kernel(
     after = tl.maximum(after, tl.where(lane == HIGH_WATER_HOST, used_host, before))
     tl.store(counters + lane, after, mask=lane < NUM_COUNTERS)
     # One thread stores the heads that all threads have read. Without the barrier, a late warp could read the new
-    # values.
+    # values, and places would be read from a table that other threads have not written yet.
     tl.debug_barrier()
     tl.store(heads, head_device)
     tl.store(heads + 1, head_host)
+    if places is not None:
+        for i in tl.static_range(COUNT):
+            _place(
+                table, held, places, tensors[7 * i], tensors[7 * i + 5], tensors[7 * i + 6], scratch[i], page_bytes,
+                LANES,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -216,19 +217,19 @@ def _give(ring, table, head_device, head_host, device_pages, host_pages, need, o
 
 
 @triton.jit(noinline=True)
-def _place(ring, places, first, head_device, device_pages, wanted, on_device, LANES: tl.constexpr):
-    """Writes a tensor's places: on_device pages of the device ring, then the scratch pages of the same positions.
-
-    Reads the ring instead of the table, whose entries other threads may have written.
-    """
-    device_at = head_device % tl.maximum(device_pages, 1)
-    for start in range(0, wanted, LANES):
-        lane = start + tl.arange(0, LANES)
-        is_page = lane < on_device
-        position = device_at + lane
-        position = tl.where(position >= device_pages, position - device_pages, position)
-        ids = tl.load(ring + position, mask=is_page, other=0)
-        tl.store(places + lane, tl.where(is_page, ids, first + lane), mask=lane < wanted)
+def _place(table, held, places, row_bytes, table_start, slot, scratch, page_bytes, LANES: tl.constexpr):
+    """Writes the places of a tensor from its record. Arguments except page_bytes are shifted like the kernel's."""
+    slot = (slot - SHIFTED) >> 1
+    scratch = (scratch - SHIFTED) >> 1
+    if (slot >= 0) & (scratch >= 0):
+        table_start = (table_start - SHIFTED) >> 1
+        on_device = tl.load(held + slot * 4) - tl.load(held + slot * 4 + 3)
+        live = tl.load(held + slot * 4 + 1) * ((row_bytes - SHIFTED) >> 1)
+        pages = (live + page_bytes - 1) // page_bytes
+        for start in range(0, pages, LANES):
+            lane = start + tl.arange(0, LANES)
+            ids = tl.load(table + table_start + lane, mask=lane < on_device, other=0)
+            tl.store(places + table_start + lane, tl.where(lane < on_device, ids, scratch + lane), mask=lane < pages)
 
 
 MIN_BLOCK, MAX_BLOCK = 128, 512  # words of 16 bytes
@@ -614,7 +615,11 @@ def compile_cases() -> Iterator[CompileCase]:
             "LANES": LANES,
         }
         warps = {"num_warps": 4}
-        yield compile_case(plan_kernel, f"plan, {count} tensors", options=warps, **plan_state, **numbers)
+        for has_places, words in ((False, ""), (True, ", with places")):
+            more = {"places": "*i64" if has_places else None, "scratch": ("i64",) * count if has_places else None}
+            yield compile_case(
+                plan_kernel, f"plan, {count} tensors{words}", options=warps, **plan_state, **numbers, **more
+            )
         yield compile_case(release_kernel, f"release, {count} tensors", options=warps, **state, **numbers)
     count = 4
     moved = {"pool": ("i64",) * 6, "tensors": ("i64",) * INTS_PER_TENSOR * count, "addresses": ("i64",) * count}

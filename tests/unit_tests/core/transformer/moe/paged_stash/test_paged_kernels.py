@@ -309,6 +309,14 @@ def test_operands_that_do_not_fit_are_refused(interpreted: Interpreted, words: s
         assert torch.equal(before, given["arena"])
 
 
+def test_arenas_of_too_many_rows_are_refused(interpreted: Interpreted) -> None:
+    table, sizes = torch.empty(3, dtype=torch.int64, device="meta"), [PAGE_BYTES, MAX_ROWS, WIDTH]
+    checks = interpreted("triton_rows", of=MOE)
+    assert checks.row_layout("x", torch.empty(2**35 - 1, device="meta"), (table, sizes)).page == PAGE_ROWS
+    with pytest.raises(ValueError, match=r"x has 2147483648 rows of 16, but kernels number at most 2\*\*31 - 1"):
+        checks.row_layout("x", torch.empty(2**35, device="meta"), (table, sizes))
+
+
 def test_launches_that_were_refused_are_right_otherwise(interpreted: Interpreted) -> None:
     given = wrong()
     sizes = [given["page_bytes"], given["max_rows"], given["width"]]
