@@ -439,7 +439,9 @@ Names of launches:
 - *order*, *choice*, *tokens*, *weights*: sorting slots by expert, gradients of the router's choices, and moving rows of
   tokens or weights.
 - *pages of N bytes, n tensors*: a group of n tensors in the paged stash. *to pages*: the stash; *from pages*: the
-  restore.
+  restore. *places*, *with places*: the plan of tensors that are computed in pages.
+- *in pages*: rows of x and *gate_up* in pages of the stash's arena; gradients, and x of an added product, are not. The
+  gradient of an activation then also writes *act*.
 - Storage formats of `adam_kernel`, such as *bf16 with remainders*, are listed in `ADAM_FORMS`. *divided*: gradients are
   divided by a number on the device. *can skip*: a device flag can skip the update. *decoupled*: weight decay as in
   AdamW.

@@ -61,11 +61,6 @@ def find_tile(table, first, rows, end, PAGE: tl.constexpr):
     return found
 
 
-def is_paged(paging: Paging) -> bool:
-    """Returns whether an operand has a table or sizes, so that row_layout must check them."""
-    return paging[0] is not None or bool(paging[1])
-
-
 class RowLayout(NamedTuple):
     """Placement of an operand's rows. strides: of rows and columns, in elements. page: rows of a page, 0 without pages.
 
@@ -81,11 +76,11 @@ class RowLayout(NamedTuple):
 def row_layout(name: str, rows: Tensor, paging: Paging) -> RowLayout:
     """Returns the placement of an operand. Raises ValueError for an arena, table or sizes that kernels cannot use.
 
-    name: the operand's. rows: [C, W], or an arena, [elements].
+    name: the operand's. rows: [C, W], or an arena, [elements], any dtype.
     """
     table, sizes = paging
-    if not is_paged(paging):
-        return RowLayout(*rows.shape, rows.stride(), 0)
+    if table is None and not sizes:
+        return RowLayout(rows.shape[0], rows.shape[1], rows.stride(), 0)
     if table is None or len(sizes) != 3:
         raise ValueError(
             f"{name}_table ({_words(table)}) and {name}_sizes ({list(sizes)}) must be given together: "

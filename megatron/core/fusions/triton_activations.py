@@ -34,7 +34,7 @@ from megatron.core.device.triton_launch import (
     check_dtypes,
     next_power_of_2,
 )
-from megatron.core.device.triton_pages import Paging, check_rows, find_rows, is_paged, row_layout
+from megatron.core.device.triton_pages import Paging, check_rows, find_rows, row_layout
 
 SILU = tl.constexpr(int(Curve.SILU))
 GELU = tl.constexpr(int(Curve.GELU))
@@ -263,7 +263,7 @@ def gated_activation(
     needed: [1], int64, or None. Raises ValueError for a table and sizes that do not fit the operands.
     """
     kinds, strides, page = (gate_up.dtype, out.dtype), gate_up.stride(), 0
-    if is_paged((gate_up_table, gate_up_sizes)):
+    if gate_up_table is not None or gate_up_sizes:
         strides, page = _gate_up_layout(gate_up, (gate_up_table, gate_up_sizes), out.shape, activation)
     launch, tile_rows, column_tiles = _act(kinds, out.shape[1], strides, out.stride(), page, activation, clamp, offset)
     max_rows = out.shape[0]
@@ -293,9 +293,9 @@ def gated_activation_backward(
     gradient. num_rows: as in gated_activation. Raises ValueError for a table and sizes that do not fit the operands.
     """
     form = (activation, clamp, offset)
-    gate_up_strides, page, pages = gate_up.stride(), 0, (gate_up_table, gate_up_sizes)
-    if is_paged(pages):
-        gate_up_strides, page = _gate_up_layout(gate_up, pages, grad.shape, activation)
+    gate_up_strides, page = gate_up.stride(), 0
+    if gate_up_table is not None or gate_up_sizes:
+        gate_up_strides, page = _gate_up_layout(gate_up, (gate_up_table, gate_up_sizes), grad.shape, activation)
     if act is not None and ACTIVATIONS[activation].curve not in _EMITTED:
         gated_activation(
             gate_up,

@@ -129,18 +129,24 @@ HOT_MISSES: dict[tuple[str, str], dict[str, tuple[int, ...]]] = {
 }
 # (miss, kernel, dtype) -> launches of the matrix that miss on sm_80, sm_90 and sm_100.
 MATRIX_MISSES: dict[tuple[str, str, str], tuple[int, int, int]] = {
-    ("narrow", "gather_kernel", "bf16"): (2, 2, 2),
+    # Of a table's int64 entries in PTX, ptxas loads only the low words, which are wider than elements of odd widths.
+    ("lost by ptxas", "grouped_gemm_kernel", "bf16"): (4, 4, 4),
+    ("lost by ptxas", "grouped_gemm_kernel", "fp32"): (4, 4, 4),
+    ("lost by ptxas", "weight_grad_kernel", "bf16"): (2, 2, 2),
+    ("lost by ptxas", "weight_grad_kernel", "fp32"): (2, 2, 2),
+    ("narrow", "gather_kernel", "bf16"): (3, 3, 3),
     ("narrow", "gather_kernel", "fp16"): (2, 2, 2),
-    ("narrow", "gather_kernel", "fp32"): (2, 2, 2),
+    ("narrow", "gather_kernel", "fp32"): (3, 3, 3),
     ("narrow", "sum_kernel", "bf16"): (2, 2, 2),
     ("narrow", "sum_kernel", "fp16"): (2, 2, 2),
     ("narrow", "sum_kernel", "fp32"): (2, 2, 2),
-    ("no async copies", "grouped_gemm_kernel", "bf16"): (36, 36, 36),
+    ("no async copies", "grouped_gemm_kernel", "bf16"): (40, 40, 40),
     ("no async copies", "grouped_gemm_kernel", "fp16"): (36, 36, 36),
-    ("no async copies", "weight_grad_kernel", "bf16"): (4, 4, 4),
+    ("no async copies", "weight_grad_kernel", "bf16"): (6, 6, 6),
     ("no async copies", "weight_grad_kernel", "fp16"): (4, 4, 4),
     ("spills", "act_gradient_kernel", "bf16"): (0, 2, 0),
-    ("spills", "act_gradient_kernel", "fp32"): (1, 1, 2),
+    # Two of them are squared_relu's, which spills one register when it also writes act, in pages or not.
+    ("spills", "act_gradient_kernel", "fp32"): (3, 3, 4),
     ("spills", "copy_kernel", ""): (12, 0, 0),
     ("spills", "grouped_gemm_kernel", "bf16"): (7, 4, 4),
     ("spills", "grouped_gemm_kernel", "fp16"): (7, 4, 4),
@@ -327,8 +333,10 @@ def test_a_copy_misses_wide_accesses_and_room_for_products() -> None:
     assert lean.misses() == []
 
 
-# Hot GEMMs with 249 and 254 registers; at most 216 would leave capacity for a copy.
+# Hot GEMMs with 220 to 254 registers; at most 216 would leave capacity for a copy. Those in pages overlap only with
+# copies of the host tier.
 WITHOUT_ROOM = {"Qwen3-30B-A3B: fc1", "Mixtral-8x7B, EP 8: fc1"}
+WITHOUT_ROOM |= {f"{model}: fc1, in pages" for model in ("Qwen3-30B-A3B", "Qwen3-30B-A3B, EP 8", "DeepSeek-V3, EP 64")}
 
 
 def test_a_copy_leaves_room_for_a_product_on_an_sm_of_a_hopper(table: list[Row]) -> None:

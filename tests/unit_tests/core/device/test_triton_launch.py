@@ -143,10 +143,18 @@ def every_launcher() -> None:
             run()
         kernel_launches.rows_moved("bf16", 96, is_aligned=is_aligned)
         kernel_launches.order(8, is_aligned=is_aligned)
+    for page_rows in (16, 128):
+        product = kernel_launches.Product("bf16", 8, 64, 48, page_rows=(page_rows, page_rows))
+        for run in (product.forward, product.added, product.weight_grad, product.added_weight_grad):
+            run()
+        kernel_launches.gather_to_pages("bf16", 96, page_rows=page_rows)
+        kernel_launches.bias_in_pages("bf16", 96, page_rows=page_rows)
+        kernel_launches.activation("bf16", 96, form=ActivationForm(), scale="fp32", page_rows=page_rows)
     kernel_launches.activation("bf16", 96, form=ActivationForm("swiglu", 7.0, 1.0), scale="fp32")
     kernel_launches.biases("bf16", 8, 96, scale="fp32")
     kernel_launches.choice(8)
     kernel_launches.stash(4096, 3)
+    kernel_launches.stash(4096, 3, has_places=True)
     kernel_launches.Heads("bf16", 128, 64, norms="plain").launch()
     kernel_launches.rotated("bf16", 128, 64, first=0, is_interleaved=False)
     kernel_launches.adam("bf16 with remainders")

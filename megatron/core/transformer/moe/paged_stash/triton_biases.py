@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, check_dtypes, next_power_of_2
-from megatron.core.device.triton_pages import NO_PAGES, Paging, check_rows, find_rows, is_paged, row_layout
+from megatron.core.device.triton_pages import NO_PAGES, Paging, check_rows, find_rows, row_layout
 
 # Elements of one tile: 16 for each thread of 4 warps.
 _ELEMENTS = 2048
@@ -175,7 +175,7 @@ def add_bias_if(
     needed: [1], int32; rows: [C, O]; bias: [e, O]; scale: [C] or None; float dtypes. pages: table and sizes of rows.
     """
     max_rows, pitch, page = rows.shape[0], rows.stride(0), 0
-    if is_paged(pages):
+    if pages[0] is not None or pages[1]:
         layout = row_layout("rows", rows, pages)
         num_rows = layout.num_rows if scale is None else scale.shape[0]
         check_rows("rows", layout, num_rows=num_rows, width=bias.shape[1])

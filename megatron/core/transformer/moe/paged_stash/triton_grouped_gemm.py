@@ -40,7 +40,6 @@ from megatron.core.device.triton_pages import (
     Paging,
     check_rows,
     find_tile,
-    is_paged,
     row_layout,
 )
 from megatron.core.transformer.moe.paged_stash.triton_biases import add_bias_if
@@ -260,7 +259,7 @@ def grouped_gemm_weight_grad(
     out's dtype. is_added: whether to add to `out`. Raises ValueError for a table and sizes that do not fit.
     """
     max_rows, x_strides, page = x.shape[0], x.stride(), 0
-    if is_paged((x_table, x_sizes)):
+    if x_table is not None or x_sizes:
         layout = row_layout("x", x, (x_table, x_sizes))
         check_rows("x", layout, num_rows=grad.shape[0], width=out.shape[1])
         max_rows, x_strides, page = layout.num_rows, layout.strides, layout.page
@@ -356,7 +355,7 @@ def _launch_grouped_gemm(
     names: of x and out in error messages.
     """
     shape, max_rows, x_strides, out_strides, pages = weight.shape, x.shape[0], x.stride(), out.stride(), (0, 0)
-    if is_paged(x_pages) or is_paged(out_pages):
+    if x_pages[0] is not None or out_pages[0] is not None or x_pages[1] or out_pages[1]:
         of_x, of_out = row_layout(names[0], x, x_pages), row_layout(names[1], out, out_pages)
         if of_x.num_rows != of_out.num_rows:
             rows = [f"{name} has {one.num_rows} rows" for name, one in zip(names, (of_x, of_out))]
