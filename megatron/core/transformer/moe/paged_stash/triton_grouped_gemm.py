@@ -3,8 +3,9 @@
 The launchers have the names and arguments of the operators in expert_ops.py, on CUDA tensors.
 
 Shapes: max_rows rows of the buffers, sorted by expert; weights [num_experts, inner, outer]. The kernels find the expert
-of each tile on the device, from the offsets. Sums are in fp32, and fp32 inputs are not rounded to tf32. Rows beyond
-the live ones, whose content may be NaN, are never read.
+of each tile on the device, from the offsets, and its pages from a table, if rows are in pages (triton_pages.py). Sums
+are in fp32, and fp32 inputs are not rounded to tf32. Rows beyond the live ones, whose content may be NaN, are never
+read.
 
 Forward and recomputation run the same compiled kernel, so both are bit-identical. In forward the number of rows is
 passed as the flag `needed`. The tile depends only on dtype and widths, never on addresses or row counts.

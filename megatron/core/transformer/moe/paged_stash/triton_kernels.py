@@ -436,7 +436,7 @@ def plan(
 
 def _check_places(places: torch.Tensor | None, table: torch.Tensor, num_tensors: int, scratch: Sequence[int]) -> None:
     """Raises ValueError unless plan can write places. See [Note: places]."""
-    if places is None or len(scratch) != num_tensors or min(scratch, default=0) < -1:
+    if places is None or not scratch or len(scratch) != num_tensors or min(scratch, default=0) < -1:
         raise ValueError(
             f"scratch ({list(scratch)}) must have one number for each of the {num_tensors} tensors, a page or -1, and "
             f"places ({'None' if places is None else 'a tensor'}) must be given with it"

@@ -30,6 +30,8 @@ FUSIONS, MOE = "megatron.core.fusions", "megatron.core.transformer.moe"
 BF16, FP32 = torch.bfloat16, torch.float32
 # Rows per expert: empty experts first, between and last, and tiles that start and end within a page.
 RAGGED, EMPTY, SHORT = [0, 5, 0, 131, 64, 1, 0], [0, 0, 0], [17, 0, 30]
+# The last row of a tile is the first one of a page.
+ACROSS = [1, 128]
 # (dtype, rows of a page, rows per expert): tiles of GEMMs have 128 rows in bf16 and 64 in fp32, so that both modes of
 # lookups occur, pages as long as a tile, and pages whose rows are no power of 2.
 PAGES = [
@@ -37,6 +39,7 @@ PAGES = [
     (BF16, 64, SHORT),
     (BF16, 128, RAGGED),
     (BF16, 144, RAGGED),
+    (BF16, 128, ACROSS),
     (BF16, 128, EMPTY),
     (FP32, 16, SHORT),
     (FP32, 64, RAGGED),
@@ -66,14 +69,14 @@ def bits(values: Tensor) -> Tensor:
 
 
 class Paged:
-    """Rows in random pages of an arena whose other elements are NaN. Entries of dead pages are far out of range."""
+    """Rows in random pages of an arena whose other elements are NaN. Entries of dead pages are out of range."""
 
     def __init__(self, live: Tensor, *, page_rows: int, max_rows: int) -> None:
         num_live, width = live.shape
         pages, self.live_pages = -(-max_rows // page_rows), -(-num_live // page_rows)
         ids = random.Random(num_live + width).sample(range(pages + 7), pages)
         table = torch.tensor(ids, dtype=torch.int64)
-        table[self.live_pages :] = 2**50
+        table[self.live_pages :] = 2**20
         self.places = torch.arange(num_live) % page_rows + table[torch.arange(num_live) // page_rows] * page_rows
         arena = nans((pages + 7) * page_rows * width, dtype=live.dtype)
         arena.view(-1, width)[self.places] = live
