@@ -6,7 +6,7 @@ Both give the same bits, because a view and new memory have the same strides and
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ def memory_of(rows: Rows) -> Tensor:
     return rows.arena if isinstance(rows, PagedRows) else rows
 
 
-def paging(name: str, rows: Rows) -> dict[str, Tensor | list[int]]:
+def paging(name: str, rows: Rows) -> dict[str, Any]:
     """Returns the further arguments of an operator for its operand `name`: none for rows without pages."""
     if not isinstance(rows, PagedRows):
         return {}

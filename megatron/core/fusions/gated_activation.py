@@ -19,7 +19,7 @@ this code repeats the losses of a run only if each kind of layer keeps its order
 
 import enum
 import importlib.util
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -31,6 +31,7 @@ from torch import Tensor
 from megatron.core.activations import ACTIVATIONS, QUICK_GELU_GAIN, Activation, Curve
 from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.operator_library import Register, operator
+from megatron.core.paged_rows import PagedRows, Rows, memory_of, num_rows_of, paging, paging_schema, read_sync
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Launchers, which have the operators' names.
@@ -89,7 +90,7 @@ class ActivationForm:
         """The fields as arguments of operators and of functions that compute this activation."""
         return {"activation": self.name, "clamp": self.clamp, "offset": self.offset}
 
-    def width(self, gate_up: Tensor) -> int:
+    def width(self, gate_up: Rows) -> int:
         """Returns F. gate_up: [*, 2F], or [*, F] for a plain activation, any float dtype."""
         return gate_up.shape[-1] // 2 if self.activation.is_gated else gate_up.shape[-1]
 
@@ -120,26 +121,28 @@ class GatedActivation:
                 return ActivationForm(name, self.clamp, self.offset)
         return None
 
-    def fused_form(self, x: Tensor, num_rows: Tensor | None = None) -> ActivationForm | None:
+    def fused_form(self, x: Rows, num_rows: Tensor | None = None) -> ActivationForm | None:
         """Returns the form if a fused function computes the activation of x; None if autograd differentiates it.
 
         x: [*, 2F] or [*, F], any float dtype. num_rows: as in `activate`. See [Note: choice of implementation].
         """
         form = self.form
-        if form is None or (num_rows is None and form.gain is None and not has_kernel(x)):
+        if form is None or (num_rows is None and form.gain is None and not has_kernel(memory_of(x))):
             return None
         return form
 
-    def __call__(self, x: Tensor, scale: Tensor | None, num_rows: Tensor | None = None) -> Tensor:
+    def __call__(self, x: Rows, scale: Tensor | None, num_rows: Tensor | None = None) -> Tensor:
         """Computes the activation; x: [*, 2F], gate before up, or [*, F]; scale: [*], fp32 or x's dtype, or None.
 
-        x has any float dtype. num_rows: as in `activate`; requires an activation with a name. Returns [*, F], x's
-        dtype.
+        x has any float dtype. num_rows: as in `activate`; requires an activation with a name. x may be in pages, with
+        num_rows and without gradients. Returns [*, F], x's dtype.
         """
         form = self.fused_form(x, num_rows)
+        if isinstance(x, PagedRows) or (form is not None and not torch.is_grad_enabled()):
+            assert form is not None, "rows in pages have num_rows, and static experts an activation with a name"
+            return activate_plainly(x, scale, form=form, num_rows=num_rows)
         if form is not None:
-            compute = activate if torch.is_grad_enabled() else activate_plainly
-            return compute(x, scale, form=form, num_rows=num_rows)
+            return activate(x, scale, form=form, num_rows=num_rows)
         if self.is_gated:
             gate, up = limited(*x.chunk(2, dim=-1), clamp=self.clamp, offset=self.offset)
             act = self.function(gate) * up
@@ -150,7 +153,7 @@ class GatedActivation:
     def gradients(
         self,
         grad: Tensor | None,
-        x: Tensor,
+        x: Rows,
         scale: Tensor | None,
         num_rows: Tensor | None,
         *,
@@ -164,8 +167,12 @@ class GatedActivation:
         the results can be differentiated further, unless the activation is fused.
         """
         form = self.fused_form(x, num_rows)
-        if grad is None or form is None or torch.is_grad_enabled():
+        if isinstance(x, PagedRows) and grad is None:
+            assert form is not None
+            return ActivationGradients(None, None, activate_plainly(x, scale, form=form, num_rows=num_rows))
+        if not isinstance(x, PagedRows) and (grad is None or form is None or torch.is_grad_enabled()):
             return self._recomputed(grad, x, scale, num_rows, needs=needs)
+        assert grad is not None and form is not None, "static experts have an activation with a name"
         return activation_gradients(
             grad, x, scale=scale, num_rows=num_rows, form=form, needs_scale=needs[1], needs_act=needs_act
         )
@@ -243,11 +250,12 @@ class _GatedActivation(PlainFunction):
 
 
 def activate_plainly(
-    gate_up: Tensor, scale: Tensor | None, *, form: ActivationForm, num_rows: Tensor | None = None
+    gate_up: Rows, scale: Tensor | None, *, form: ActivationForm, num_rows: Tensor | None = None
 ) -> Tensor:
     """Computes the same as `activate`, but records nothing for backward.
 
-    gate_up: [*, 2F] or [*, F], any float dtype; the other arguments, the result and errors are those of `activate`.
+    gate_up: [*, 2F] or [*, F], any float dtype, or rows in pages, which require num_rows; the other arguments, the
+    result and errors are those of `activate`.
     """
     if scale is not None and scale.shape != gate_up.shape[:-1]:
         raise ValueError(
@@ -257,10 +265,12 @@ def activate_plainly(
     if form.activation.is_gated and gate_up.shape[-1] % 2:
         raise ValueError(f"the activation's input has a width of {gate_up.shape[-1]}: must be even, gate before up")
     rows, weights = _as_rows(gate_up), _as_numbers(scale)
-    out = rows.new_empty(rows.shape[0], form.width(rows))
-    if num_rows is not None or has_kernel(rows):
-        ops.gated_activation(rows, weights, num_rows=num_rows, out=out, **form.arguments)
+    out = memory_of(rows).new_empty(rows.shape[0], form.width(rows))
+    if num_rows is not None or has_kernel(memory_of(rows)):
+        places = paging("gate_up", rows)
+        ops.gated_activation(memory_of(rows), weights, num_rows=num_rows, out=out, **places, **form.arguments)
     else:
+        assert isinstance(rows, Tensor), "rows in pages have num_rows"
         act_rows(rows, weights, rows=rows.shape[0], out=out, form=form)
     return out if rows is gate_up else out.view(*gate_up.shape[:-1], out.shape[1])
 
@@ -280,7 +290,7 @@ class ActivationGradients:
 
 def activation_gradients(
     grad: Tensor,
-    gate_up: Tensor,
+    gate_up: Rows,
     *,
     scale: Tensor | None,
     num_rows: Tensor | None,
@@ -288,29 +298,32 @@ def activation_gradients(
     needs_scale: bool,
     needs_act: bool = False,
 ) -> ActivationGradients:
-    """Computes the gradients of `activate`; grad: [*, F], gate_up's dtype; the other arguments as in `activate`.
+    """Computes the gradients of `activate`; grad: [*, F], gate_up's dtype; the others as in `activate_plainly`.
 
     needs_scale: whether to compute the gradient of scale. needs_act: whether to compute act again, bit-identical.
     Records nothing for a second derivative.
     """
     rows, weights = _as_rows(gate_up), _as_numbers(scale)
-    grad_rows = torch.empty_like(rows)
+    new = memory_of(rows).new_empty
+    grad_rows = new(rows.shape)
     grad_weights = torch.empty_like(weights) if weights is not None and needs_scale else None
-    act = rows.new_empty(rows.shape[0], form.width(rows)) if needs_act else None
+    act = new(rows.shape[0], form.width(rows)) if needs_act else None
     if rows is not gate_up:
         grad = grad.reshape(rows.shape[0], grad.shape[-1])
-    if num_rows is not None or has_kernel(rows):
+    if num_rows is not None or has_kernel(memory_of(rows)):
         ops.gated_activation_backward(
             grad,
-            rows,
+            memory_of(rows),
             scale=weights,
             num_rows=num_rows,
             grad_gate_up=grad_rows,
             grad_scale=grad_weights,
             act=act,
+            **paging("gate_up", rows),
             **form.arguments,
         )
     else:
+        assert isinstance(rows, Tensor), "rows in pages have num_rows"
         act_gradient_rows(
             grad,
             rows,
@@ -330,8 +343,10 @@ def activation_gradients(
     return ActivationGradients(grad_rows, grad_weights, act)
 
 
-def _as_rows(x: Tensor) -> Tensor:
+def _as_rows(x: Rows) -> Rows:
     """Returns x, [*, F], as [C, F] with adjacent columns."""
+    if isinstance(x, PagedRows):
+        return x
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
@@ -363,7 +378,8 @@ def _operator(name: str, arguments: str) -> Register:
 
 @_operator(
     "gated_activation",
-    f"Tensor gate_up, Tensor? scale, *, Tensor? num_rows, Tensor? needed=None, Tensor(a!) out, {_FORM}",
+    "Tensor gate_up, Tensor? scale, *, Tensor? num_rows, Tensor? needed=None, Tensor(a!) out, "
+    f"{paging_schema('gate_up')}, {_FORM}",
 )
 def _gated_activation(
     gate_up: Tensor,
@@ -372,24 +388,27 @@ def _gated_activation(
     num_rows: Tensor | None,
     needed: Tensor | None = None,
     out: Tensor,
+    gate_up_table: Tensor | None = None,
+    gate_up_sizes: Sequence[int] = (),
     activation: str,
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> None:
     """Computes act of the first num_rows rows, or of all, unless `needed` is 0.
 
-    gate_up: [C, 2F] or [C, F], float dtype; scale: [C] or None; out: [C, F], same dtype. num_rows, needed: [1], int64,
-    or None; `needed` requires num_rows.
+    gate_up: [C, 2F] or [C, F], float dtype, or pages; scale: [C] or None; out: [C, F], same dtype. num_rows, needed:
+    [1], int64, or None; `needed` and pages require num_rows.
     """
     if needed is None or _is_set_sync(needed):
         rows = _live_rows_sync(num_rows, out)
+        gate_up = read_sync(gate_up, gate_up_table, gate_up_sizes, num_rows=rows)
         act_rows(gate_up, scale, rows=rows, out=out, form=form_of(activation, clamp, offset))
 
 
 @_operator(
     "gated_activation_backward",
     "Tensor grad, Tensor gate_up, *, Tensor? scale, Tensor? num_rows, "
-    f"Tensor(a!) grad_gate_up, Tensor(b!)? grad_scale, Tensor(c!)? act=None, {_FORM}",
+    f"Tensor(a!) grad_gate_up, Tensor(b!)? grad_scale, Tensor(c!)? act=None, {paging_schema('gate_up')}, {_FORM}",
 )
 def _gated_activation_backward(
     grad: Tensor,
@@ -400,19 +419,23 @@ def _gated_activation_backward(
     grad_gate_up: Tensor,
     grad_scale: Tensor | None,
     act: Tensor | None = None,
+    gate_up_table: Tensor | None = None,
+    gate_up_sizes: Sequence[int] = (),
     activation: str,
     clamp: float | None = None,
     offset: float = 0.0,
 ) -> None:
     """Writes the gradients of gate_up and scale, in the shapes and dtypes of gate_up and scale, and act.
 
-    grad: [C, F], any strides, gate_up's dtype; act: [C, F], same dtype, or None. num_rows: as in gated_activation.
+    grad: [C, F], any strides, gate_up's dtype; act: [C, F], same dtype, or None. gate_up, num_rows: as in
+    gated_activation.
     """
+    rows = _live_rows_sync(num_rows, grad)
     act_gradient_rows(
         grad,
-        gate_up,
+        read_sync(gate_up, gate_up_table, gate_up_sizes, num_rows=rows),
         scale=scale,
-        rows=_live_rows_sync(num_rows, grad),
+        rows=rows,
         grad_gate_up=grad_gate_up,
         grad_scale=grad_scale,
         act=act,

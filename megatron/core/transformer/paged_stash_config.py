@@ -6,9 +6,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import ClassVar
 
+import torch
+
 from megatron.core.config_field import config_field, validate_fields
 from megatron.core.transformer.moe.paged_stash.page_layout import page_bytes
 
+STASH_COMPUTE = ("pages", "copies")
 OVERFLOW_POLICIES = ("recompute", "rerun", "error")
 _UNITS = {"": 1, **{f"{name}B": 1000**power for power, name in enumerate(("", "K", "M", "G", "T"))}}
 _UNITS |= {f"{name}IB": 1024**power for power, name in enumerate("KMGT", start=1)}
@@ -42,6 +45,13 @@ class PagedStashConfig:
         False,
         help="Save only the live rows of the experts' static buffers for backward, in pages of a shared pool. Memory "
         "use then follows the number of routed rows, while tensor shapes stay independent of the routing.",
+    )
+    moe_paged_stash_compute: str | None = config_field(
+        None,
+        help="How the experts' rows get into pages. pages: experts compute in pages, which are allocated before their "
+        "forward, and only rows on the host are copied. copies: rows are copied into pages after the forward, and back "
+        "before the backward. Omitted: pages if this machine has no GPU, otherwise copies.",
+        choices=STASH_COMPUTE,
     )
     moe_paged_stash_page_size: int = config_field(64, help="Rows of hidden size per page; a power of two.", at_least=1)
     moe_paged_stash_buffer_size_factor_cuda: float = config_field(
@@ -83,6 +93,14 @@ class PagedStashConfig:
 
     def __post_init__(self) -> None:
         validate_fields(self)
+
+    @property
+    def stash_computes_in_pages(self) -> bool:
+        """Whether experts compute in the pages of the stash."""
+        if self.moe_paged_stash_compute is None:
+            # The kernels for GPUs have not been measured yet.
+            return not torch.cuda.is_available()
+        return self.moe_paged_stash_compute == "pages"
 
 
 def validate_paged_stash(

@@ -17,7 +17,7 @@ from megatron.core.transformer.moe.dispatch_static import (
 )
 from megatron.core.transformer.moe.paged_stash import StashEvent
 from megatron.core.transformer.moe.paged_stash.arithmetic import PageMove, page_moves
-from megatron.core.transformer.moe.paged_stash.sizing import StepNeeds, step_needs
+from megatron.core.transformer.moe.paged_stash.sizing import StepNeeds, prefetch_groups, step_needs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 from megatron.planner.plan import as_rank, pipeline_of
@@ -28,7 +28,7 @@ from megatron.training.step.expert_memory import ExpertSchedule
 
 @dataclass
 class StashFlags:
-    """The fields of TransformerConfig that determine the stash's pages. A plan varies them with dataclasses.replace.
+    """The values of TransformerConfig that determine the stash's pages. A plan varies them with dataclasses.replace.
 
     In a run, StashSettings validates the values.
     """
@@ -47,10 +47,12 @@ class StashFlags:
     moe_paged_stash_buffer_bytes: int | None
     moe_paged_stash_prefetch_layers: int
     moe_paged_stash_overflow_policy: str
+    stash_computes_in_pages: bool
+    captures_experts: bool
 
     @classmethod
     def of(cls, config: TransformerConfig) -> "StashFlags":
-        """Copies the fields from a run's configuration."""
+        """Copies the values from a run's configuration."""
         return cls(**{one.name: getattr(config, one.name) for one in fields(cls)})
 
     @property
@@ -167,8 +169,7 @@ def planned_run(run_config: RunConfig, model_provider: Callable[..., nn.Module])
         StashFlags.of(config),
         _expert_ranks(run_config, config, dispatcher=dispatcher),
         stages,
-        # A graph of one layer cannot restore another layer's rows.
-        prefetch_groups=0 if config.captures_experts else config.moe_paged_stash_prefetch_layers,
+        prefetch_groups=prefetch_groups(config),
         num_microbatches=sizes.final_num_microbatches,
         lengths=frozenset(size // sizes.samples_per_round for size in sizes.running.sizes),
     )

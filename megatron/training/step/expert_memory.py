@@ -4,6 +4,7 @@ expert_step.py implements the work of a layer within a step, sizing.py computes 
 retries.
 """
 
+import copy
 import functools
 from collections import Counter as Multiset
 from collections import deque
@@ -23,7 +24,7 @@ from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.expert_step import ExpertStep
-from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_layer import MoELayer, takes_order
 from megatron.core.transformer.moe.paged_stash import (
     Counter,
     EventKind,
@@ -53,7 +54,9 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     grown_sizes,
     learned_lines,
     pool_layout,
+    prefetch_groups,
     rounded_up,
+    scratch_pages,
     stash_footprint,
     step_needs,
 )
@@ -221,12 +224,15 @@ class ExpertMemory:
         self.last_step: StepFigures | None = None
         self.epoch = 0
         self.release_graphs: Callable[[], None] = lambda: None
+        layers = [layer for of_chunk in schedule.layers for layer in of_chunk]
+        if config.moe_paged_stash:
+            config = _without_pages_for_others(config, layers)
         self._schedule, self._config, self._tokens = schedule, config, tokens_per_rank
         self._device = default_device()
         self.step = ExpertStep(self._device)
         self._streams = StashStreams.on(self._device)  # shared by all stashes, of which one is active
         self._dispatchers: list[MoEStaticTokenDispatcher] = []
-        for layer in (layer for layers in schedule.layers for layer in layers):
+        for layer in layers:
             layer.expert_step = self.step
             assert isinstance(layer.token_dispatcher, MoEStaticTokenDispatcher), "chosen by the capacity factor"
             self._dispatchers.append(layer.token_dispatcher)
@@ -382,10 +388,10 @@ class ExpertMemory:
             pool = self.stash.pool
             # The next stash resets the pool, and no release of this one may run after that.
             self.stash.join()
-        old = None if pool is None else pool.layout
+        old, scratch = None if pool is None else pool.layout, scratch_pages(self._config, self.needs)
         with all_ranks_agree(), flags_named_in_errors():
             layout = self._layout(old)
-        if layout != old:
+        if layout != old or (pool is not None and scratch > pool.scratch_pages):
             if self._plans:
                 self._forget_plans()
             self.step.stash = plan = None
@@ -393,7 +399,7 @@ class ExpertMemory:
                 # Closed before the new pool is allocated, because memory may not suffice for both pools. A pool that
                 # graphs still use is freed with the last of these graphs.
                 pool.close_sync()
-            pool = open_pool(self._device, layout, config=self._config)
+            pool = open_pool(self._device, layout, config=self._config, scratch_pages=scratch)
         else:
             # Participates in the collective, because other ranks may allocate pools.
             open_pool(self._device, None, config=self._config)
@@ -431,24 +437,20 @@ class ExpertMemory:
     def _stash_over(self, pool: PagePool) -> PagedStash:
         return PagedStash(
             pool,
-            prefetch_groups=self._prefetch_groups,
+            prefetch_groups=prefetch_groups(self._config),
             num_programs=copy_programs(self._device, self._config.moe_paged_stash_copy_sms),
             events=self.needs.events if self._is_planned else None,
             reserved_share=self._expected_share(),
             has_rungs=self._recomputes,
             specs=self.needs.specs if self._is_planned else (),
             streams=self._streams,
+            computes_in_pages=self._config.stash_computes_in_pages,
         )
 
     @property
     def _recomputes(self) -> bool:
         """Whether tensors without pages are recomputed, so that only missing pages for inputs overflow."""
         return self._config.moe_paged_stash_overflow_policy == "recompute"
-
-    @property
-    def _prefetch_groups(self) -> int:
-        # A graph that holds a part of one layer cannot restore the rows of another layer.
-        return 0 if self._config.captures_experts else self._config.moe_paged_stash_prefetch_layers
 
     def _expected_share(self) -> float:
         """Returns the share of a buffer's C rows that a forward is expected to fill."""
@@ -505,7 +507,7 @@ class ExpertMemory:
             events=tuple(needs.events),
             specs=tuple(needs.specs),
             reserve=self.stash.reserve if self.stash is not None and self._recomputes and self._is_planned else (),
-            prefetch_groups=self._prefetch_groups,
+            prefetch_groups=prefetch_groups(self._config),
         )
 
     def _remember(self, figures: StepFigures) -> None:
@@ -555,10 +557,30 @@ def _as_flags(sizes: LearnedSizes, config: TransformerConfig) -> str:
     )
 
 
+def _without_pages_for_others(config: TransformerConfig, layers: Sequence[MoELayer]) -> TransformerConfig:
+    """Returns a configuration in which rows are copied if a layer's experts cannot compute in pages.
+
+    Raises ValueError if the configuration requests pages for them.
+    """
+    other = next((layer.experts for layer in layers if not takes_order(layer.experts)), None)
+    if other is None or not config.stash_computes_in_pages:
+        return config
+    if config.moe_paged_stash_compute == "pages":
+        raise ValueError(
+            f"moe_paged_stash_compute is 'pages', but the experts of a layer are {type(other).__name__}, whose forward "
+            "takes rows: must be 'copies', or experts whose forward takes an order, such as GroupedMLP"
+        )
+    config = copy.copy(config)
+    config.moe_paged_stash_compute = "copies"
+    return config
+
+
 _CUDA, _CPU = "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"
 
 
-def open_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedStashConfig) -> PagePool | None:
+def open_pool(
+    device: torch.device, layout: PoolLayout | None, *, config: PagedStashConfig, scratch_pages: int = 0
+) -> PagePool | None:
     """Allocates this rank's pool. Returns None without a layout, on stages that stash nothing. Collective.
 
     Raises on every rank if a rank has too little memory: a ValueError naming the flag to change on that rank, and a
@@ -570,7 +592,7 @@ def open_pool(device: torch.device, layout: PoolLayout | None, *, config: PagedS
             if layout is not None:
                 # Setup has already called keep_cpu_heap. Here only its result matters.
                 is_kept = device.type == "cpu" and keep_cpu_heap()
-                pool = PagePool(device, layout, keeps_restored=not is_kept)
+                pool = PagePool(device, layout, keeps_restored=not is_kept, scratch_pages=scratch_pages)
         except TierMemoryError as error:
             raise ValueError(_advice(error, config)) from error
     return pool

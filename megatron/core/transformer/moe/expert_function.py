@@ -14,10 +14,16 @@ is computed again, as in tensor_parallel/activated_product.py. It is one functio
 a layer's kernels faster than they run, and because a function that owns its tensors frees each after its last use, and
 passes a stash exactly the tensors to store, without hooks on saved tensors.
 
+[Note: rows in pages] A stash may have the function compute rows and gate_up in its pages, so that nothing is copied: the
+gather writes rows there, fc1 reads rows and writes gate_up, and in backward the activation and the weight gradient of fc1
+read them. The pages are released after the last of these. The scale, a number for each row, is then held as without a
+stash, and the low-rank products are computed again.
+
 [Note: dropped gate_up] If a stash runs out of pages, it drops gate_up, which backward then computes again from the
 rows. The result is bit-identical, because the recomputation runs the same operations in the same order as the forward.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -36,6 +42,7 @@ from megatron.core.autograd import (
 )
 from megatron.core.device.torch_internals import active_hooks, graph_is_kept
 from megatron.core.fusions.gated_activation import GatedActivation
+from megatron.core.paged_rows import PagedRows, Rows, memory_of
 from megatron.core.tensor_parallel.weight_grads import hand_over
 from megatron.core.transformer.module import LayerParts, Run, run
 from megatron.core.transformer.moe.grouped_gemm import (
@@ -43,12 +50,13 @@ from megatron.core.transformer.moe.grouped_gemm import (
     ProductKernel,
     input_grad,
     multiply,
+    multiply_into,
     product_kernel,
 )
 from megatron.core.transformer.moe.paged_stash import Recompute, StashedRows, recompute_gate_up
-from megatron.core.transformer.moe.paged_stash.expert_ops import ops
+from megatron.core.transformer.moe.paged_stash.expert_ops import add_bias_to, add_low_rank_to, ops
 from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
-from megatron.core.transformer.moe.static_rows import StaticOrder, gather, sum_slots
+from megatron.core.transformer.moe.static_rows import StaticOrder, gather, gather_into, sum_slots
 
 
 class ExpertLinear(NamedTuple):
@@ -152,17 +160,26 @@ class _Needs(NamedTuple):
 
 
 class _SavedRows:
-    """The tensors of R rows that backward reads: held here, by hooks on saved tensors, or in the pages of a stash."""
+    """The tensors of R rows that backward reads: held here, by hooks on saved tensors, or in the pages of a stash.
 
-    def __init__(self, needs: _Needs, call: _Call) -> None:
+    rows, gate_up: pages to compute in, or None. See [Note: rows in pages].
+    """
+
+    def __init__(self, needs: _Needs, call: _Call, x: Tensor) -> None:
         is_needed = needs.probs or needs.gate_up or any(needs.fc2)
         self._stashed = call.stashed if is_needed else None
         self.may_drop = self._stashed is not None and self._stashed.may_recompute
+        self.rows = self.gate_up = None
+        if self._stashed is not None:
+            hidden = x.shape[1]
+            width = call.fcs[0].weight.numel() // (call.offsets.shape[0] * hidden)
+            self.rows, self.gate_up = self._stashed.place((hidden, width), x.dtype) or (None, None)
+        self.is_in_pages = self.rows is not None
         # In the order of StashedRows.save: the sources of a recomputed gate_up come first.
         self._wanted = {
-            "rows": needs.fc1.weight or needs.fc1.lora_a or self.may_drop,
-            "low1": needs.fc1.lora_b or self.may_drop,
-            "low2": needs.fc2.lora_b,
+            "rows": needs.fc1.weight or needs.fc1.lora_a or self.may_drop or self.is_in_pages,
+            "low1": (needs.fc1.lora_b or self.may_drop) and not self.is_in_pages,
+            "low2": needs.fc2.lora_b and not self.is_in_pages,
             "scale": is_needed,
             "gate_up": is_needed,
         }
@@ -173,9 +190,11 @@ class _SavedRows:
         """Returns whether backward reads the tensor `name`."""
         return bool(self._wanted[name])
 
-    def save(self, part: Run, **tensors: Tensor | None) -> None:
+    def save(self, part: Run, **tensors: Rows | None) -> None:
         """Saves those of the tensors, [R, *] or [C, *], that backward reads, within a part of the layer."""
-        chosen = {name: tensor for name, tensor in tensors.items() if tensor is not None and self._wanted[name]}
+        chosen: dict[str, Any] = {
+            name: tensor for name, tensor in tensors.items() if tensor is not None and self._wanted[name]
+        }
         if self._stashed is None and chosen and (part is not run or active_hooks() is not None):
             say_rows_and_others(list(chosen.values()), [])
             # A part installs its hooks only if gradients are enabled, which they are not inside of a Function.
@@ -190,36 +209,54 @@ class _SavedRows:
             return
         gate_up = self._held.pop("gate_up")
         inputs = {name: self._held[name] for name in self._wanted if name in self._held}
+        scale = inputs.pop("scale") if self.is_in_pages else None
         again = None
         if self.may_drop:
-            again = _recompute_of(call, hidden=inputs["rows"].shape[1])
+            again = _recompute_of(call, hidden=inputs["rows"].shape[1], recomputes_low=self.is_in_pages)
         num_sources = ("rows" in inputs) + ("low1" in inputs)
         self._stashed.save(list(inputs.values()), gate_up, recompute=again, num_sources=num_sources)
         # From here on, only the names are needed.
         self._held = dict.fromkeys((*inputs, "gate_up"))
+        self._scale, self.rows, self.gate_up = scale, None, None
 
-    def take(self) -> dict[str, Tensor]:
+    def take(self) -> dict[str, Any]:
         """Returns the saved tensors by name, and frees them unless this backward retains the graph."""
         is_kept = graph_is_kept()
         if self._stashed is not None:
-            return dict(zip(self._held, self._stashed.read(keep=is_kept)))
+            kept: dict[str, Any] = dict(zip(self._held, self._stashed.read(keep=is_kept)))
+            if self._scale is not None:
+                kept["scale"], self._scale = self._scale, None
+            return kept
         require_kept(self._held)
         held = self._held
         if not is_kept:
             self._held = {}
         return dict(zip(held, unpacked([*held.values()]))) if self._is_packed else held
 
+    def new_reader(self) -> Callable[[], None] | None:
+        """Returns a function to call once a product has read the rows; None if they are not in pages."""
+        if not self.is_in_pages or self._stashed is None:
+            return None
+        self._stashed.add_reader()
+        return self._stashed.done
 
-def _recompute_of(call: _Call, *, hidden: int) -> Recompute:
+    def done(self) -> None:
+        """Says that backward reads no row any more, except for the products of new_reader."""
+        if self.is_in_pages and self._stashed is not None:
+            self._stashed.done()
+
+
+def _recompute_of(call: _Call, *, hidden: int, recomputes_low: bool) -> Recompute:
     """Returns a function that computes a dropped gate_up again. See [Note: dropped gate_up]."""
     fc1, _ = call.fcs
     matrices = fc1.weight.view(call.offsets.shape[0], hidden, -1)
     low_rank = None if fc1.lora_b is None else (fc1.lora_b, call.math.factors[0])
-    return recompute_gate_up(matrices, call.offsets, bias=fc1.bias, low_rank=low_rank)
+    low_weight = fc1.lora_a if recomputes_low else None
+    return recompute_gate_up(matrices, call.offsets, bias=fc1.bias, low_rank=low_rank, low_weight=low_weight)
 
 
 def _kernel_of(
-    rows: Tensor, weight: Tensor, *, offsets: Tensor, is_static: bool, is_recomputed: bool = False
+    rows: Rows, weight: Tensor, *, offsets: Tensor, is_static: bool, is_recomputed: bool = False
 ) -> ProductKernel:
     inner = rows.shape[1]
     widths = (inner, weight.numel() // (offsets.shape[0] * inner))
@@ -235,7 +272,7 @@ class _Experts(PlainFunction):
         ctx.fcs, ctx.math = call.fcs, math
         ctx.probs_shape, ctx.is_ordered = probs.shape, order is not None
         ctx.needs = _Needs.of(ctx.needs_input_grad if is_recorded else _NOTHING)
-        ctx.saved = saved = _SavedRows(ctx.needs, call)
+        ctx.saved = saved = _SavedRows(ctx.needs, call, x)
         # Arguments are not this function's own. Without hooks autograd saves them, and notices if they are changed.
         is_argument = order is None and parts.expert_fc1 is run and parts.moe_act is run
         maps = (None, None) if order is None else (order.token_of_row, order.row_of_slot)
@@ -245,13 +282,20 @@ class _Experts(PlainFunction):
                 say_rows_and_others([x, probs] if is_argument else [], others)
             save_early(ctx, x if is_argument and saved.wants("rows") else None, probs if is_argument else None, *others)
 
-        rows, scale = x, probs
+        rows: Rows = x
+        gate_up: Rows
+        scale = probs
         if order is not None:
-            rows, scale = _dispatched(x, probs, order)
+            rows, scale = _dispatched(x, probs, order, into=saved.rows)
         static = math.is_static
         kernel1 = _kernel_of(rows, fc1.weight, offsets=offsets, is_static=static, is_recomputed=saved.may_drop)
         low1 = _low_product(fc1, rows, offsets=offsets, is_static=static)
-        gate_up = multiply(rows, fc1.weight, offsets=offsets, kernel=kernel1)
+        if saved.gate_up is None:
+            assert isinstance(rows, Tensor), "pages for both, or for none"
+            gate_up = multiply(rows, fc1.weight, offsets=offsets, kernel=kernel1)
+        else:
+            gate_up = saved.gate_up
+            multiply_into(gate_up, rows, fc1.weight, offsets=offsets)
         _add_to(gate_up, fc1, low1, offsets=offsets, scale=None, share=1.0, factor=math.factors[0])
         saved.save(parts.expert_fc1, rows=None if is_argument else rows, low1=low1)
         saved.save(parts.moe_act, gate_up=gate_up, scale=None if is_argument else scale)
@@ -273,9 +317,13 @@ class _Experts(PlainFunction):
         return _first_order(ctx, grad)
 
 
-def _dispatched(x: Tensor, probs: Tensor, order: StaticOrder) -> tuple[Tensor, Tensor]:
-    """Copies tokens, [N, H], and their weights, [N, K], into the rows of a buffer: [C, H] and [C]."""
-    rows = gather(x, order.token_of_row, num_rows=order.num_rows)
+def _dispatched(x: Tensor, probs: Tensor, order: StaticOrder, *, into: PagedRows | None) -> tuple[Rows, Tensor]:
+    """Copies tokens, [N, H], and their weights, [N, K], into the rows of a buffer or of pages: [C, H] and [C]."""
+    rows: Rows
+    if into is None:
+        rows = gather(x, order.token_of_row, num_rows=order.num_rows)
+    else:
+        gather_into(rows := into, x, order.token_of_row, num_rows=order.num_rows)
     return rows, gather(probs.reshape(-1, 1), order.slot_of_row, num_rows=order.num_rows).view(-1)
 
 
@@ -299,16 +347,20 @@ def _combined_grad(grad: Tensor, token_of_row: Tensor, *, num_rows: Tensor) -> T
     return gather(grad, token_of_row, num_rows=num_rows)
 
 
-def _low_product(fc: ExpertLinear, rows: Tensor, *, offsets: Tensor, is_static: bool) -> Tensor | None:
+def _low_product(fc: ExpertLinear, rows: Rows, *, offsets: Tensor, is_static: bool) -> Tensor | None:
     """Returns rows A, [R, r], or None without an adapter; rows: [R, I]."""
     if fc.lora_a is None:
         return None
+    if isinstance(rows, PagedRows):
+        low = fc.lora_a.new_empty(rows.max_rows, fc.lora_a.shape[2])
+        multiply_into(low, rows, fc.lora_a, offsets=offsets)
+        return low
     kernel = _kernel_of(rows, fc.lora_a, offsets=offsets, is_static=is_static)
     return multiply(rows, fc.lora_a, offsets=offsets, kernel=kernel)
 
 
 def _add_to(
-    product: Tensor,
+    product: Rows,
     fc: ExpertLinear,
     low: Tensor | None,
     *,
@@ -319,9 +371,9 @@ def _add_to(
 ) -> None:
     """Adds a bias and an adapter's output to rows W, [R, O], in place. low: [R, r] or None."""
     if fc.bias is not None:
-        ops.add_expert_bias(product, fc.bias, scale=scale, offsets=offsets, share=share)
-    if low is not None:
-        ops.add_low_rank(product, low, weight=fc.lora_b, offsets=offsets, scale=factor)
+        add_bias_to(product, fc.bias, scale=scale, offsets=offsets, share=share)
+    if low is not None and fc.lora_b is not None:
+        add_low_rank_to(product, low, weight=fc.lora_b, offsets=offsets, scale=factor)
 
 
 @first_order
@@ -330,7 +382,7 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, probs, offsets, num_rows, token_of_row, row_of_slot, *tensors = saved_early(ctx)
     fc1, fc2 = ExpertLinear(*tensors[:4]), ExpertLinear(*tensors[4:])
     kept = ctx.saved.take()
-    rows, scale, low1 = kept.get("rows", x), kept.get("scale", probs), kept.get("low1")
+    rows, scale, low1, low2 = kept.get("rows", x), kept.get("scale", probs), kept.get("low1"), kept.get("low2")
     if ctx.is_ordered:
         grad = _combined_grad(grad, token_of_row, num_rows=num_rows)
 
@@ -341,7 +393,7 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_gate_up = needs.gate_up
     needs_act = needs_gate_up or needs.probs
     factor1, factor2 = math.factors
-    back = _back_through(fc2, needs.fc2, grad, kept.get("low2"), needs_rows=needs_act, offsets=offsets, factor=factor2)
+    back = _back_through(fc2, needs.fc2, grad, needs_rows=needs_act, offsets=offsets, factor=factor2)
     bias2 = _bias_grad(ctx.fcs[1].bias, grad, scale=scale, offsets=offsets) if needs.fc2.bias else None
     activated = math.activation.gradients(
         back.rows,
@@ -349,7 +401,7 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         scale,
         num_rows,
         needs=(needs_gate_up, needs.probs),
-        needs_act=bool(needs.fc2.weight or needs.fc2.lora_a),
+        needs_act=bool(needs.fc2.weight or needs.fc2.lora_a or (needs.fc2.lora_b and low2 is None)),
     )
     grad_gate_up, act = activated.gate_up, activated.act
     if needs.probs:
@@ -357,14 +409,17 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     # Each tensor is freed after its last use, because the gradients of weights may be as large.
     back.rows = None
     del activated, kept
+    b2 = _b_grad(fc2, needs.fc2, low2, act, grad, offsets=offsets, factor=factor2)
     weight2, a2 = _weight_grads(ctx, 1, needs.fc2, act, grad, back.low, offsets=offsets)
-    fc2_grads = (weight2, bias2, a2, back.lora_b)
-    del act, grad, back
+    fc2_grads = (weight2, bias2, a2, b2)
+    del act, low2, grad, back
 
-    back = _back_through(fc1, needs.fc1, grad_gate_up, low1, needs_rows=needs.x, offsets=offsets, factor=factor1)
+    back = _back_through(fc1, needs.fc1, grad_gate_up, needs_rows=needs.x, offsets=offsets, factor=factor1)
     bias1 = _bias_grad(ctx.fcs[0].bias, grad_gate_up, scale=None, offsets=offsets) if needs.fc1.bias else None
+    b1 = _b_grad(fc1, needs.fc1, low1, rows, grad_gate_up, offsets=offsets, factor=factor1)
     weight1, a1 = _weight_grads(ctx, 0, needs.fc1, rows, grad_gate_up, back.low, offsets=offsets)
-    grad_weights = (weight1, bias1, a1, back.lora_b, *fc2_grads)
+    ctx.saved.done()
+    grad_weights = (weight1, bias1, a1, b1, *fc2_grads)
     grad_rows = back.rows
     del rows, grad_gate_up, low1, back
     if not graph_is_kept():
@@ -376,38 +431,28 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 @dataclass(slots=True)
 class _LinearGrads:
-    """Gradients of fc1 or fc2: of its input rows, [R, I], of the low-rank product rows A, [R, r], and of B, [e, r, O].
-
-    None if not needed.
-    """
+    """Gradients of the input rows of fc1 or fc2, [R, I], and of the low-rank product rows A, [R, r]; None if not needed."""
 
     rows: Tensor | None = None
     low: Tensor | None = None
-    lora_b: Tensor | None = None
 
 
 def _back_through(
     fc: ExpertLinear,
     needs: ExpertLinear,
     grad: Tensor,
-    low: Tensor | None,
     *,
     needs_rows: bool,
     offsets: Tensor,
     factor: float,
 ) -> _LinearGrads:
-    """Computes the gradients of fc1 or fc2 that do not depend on its input rows. grad: [R, O]; low: rows A, [R, r]."""
+    """Computes the gradients of fc1 or fc2 that do not depend on its input rows. grad: [R, O]."""
     grads = _LinearGrads()
-    if fc.lora_b is not None:
-        if needs.lora_b:
-            grads.lora_b = torch.empty_like(fc.lora_b)
-            ops.grouped_gemm_weight_grad(low, grad, offsets=offsets, out=grads.lora_b)
-            grads.lora_b.mul_(factor)
-        if needs_rows or needs.lora_a:
-            grads.low = grad.new_empty(grad.shape[0], fc.lora_b.shape[1])
-            ops.grouped_gemm(grad, fc.lora_b.transpose(1, 2), offsets=offsets, out=grads.low)
-            # This also scales the undefined contents of rows that are not live.
-            grads.low.mul_(factor)
+    if fc.lora_b is not None and (needs_rows or needs.lora_a):
+        grads.low = grad.new_empty(grad.shape[0], fc.lora_b.shape[1])
+        ops.grouped_gemm(grad, fc.lora_b.transpose(1, 2), offsets=offsets, out=grads.low)
+        # This also scales the undefined contents of rows that are not live.
+        grads.low.mul_(factor)
     if needs_rows:
         grads.rows = input_grad(grad, fc.weight, offsets=offsets)
         if fc.lora_a is not None and grads.low is not None:
@@ -415,8 +460,32 @@ def _back_through(
     return grads
 
 
+def _b_grad(
+    fc: ExpertLinear,
+    needs: ExpertLinear,
+    low: Tensor | None,
+    rows: Rows | None,
+    grad: Tensor,
+    *,
+    offsets: Tensor,
+    factor: float,
+) -> Tensor | None:
+    """Returns the gradient of an adapter's B, [e, r, O], or None if not needed.
+
+    low: rows A, [R, r]; None if it was not saved and must be computed from the rows, [R, I].
+    """
+    if not needs.lora_b or fc.lora_b is None:
+        return None
+    if low is None:
+        assert rows is not None
+        low = _low_product(fc, rows, offsets=offsets, is_static=True)
+    grad_b = torch.empty_like(fc.lora_b)
+    ops.grouped_gemm_weight_grad(low, grad, offsets=offsets, out=grad_b)
+    return grad_b.mul_(factor)
+
+
 def _weight_grads(
-    ctx: Any, number: int, needs: ExpertLinear, rows: Tensor, grad: Tensor, grad_low: Tensor | None, *, offsets: Tensor
+    ctx: Any, number: int, needs: ExpertLinear, rows: Rows, grad: Tensor, grad_low: Tensor | None, *, offsets: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
     """Passes the gradients of W and A to their owners, or returns them. number: 0 for fc1; rows: [R, I]; grad: [R, O].
 
@@ -427,11 +496,13 @@ def _weight_grads(
     place = 2 + ctx.fcs[0].num_tensors if number else 2
     weight = a = None
     if needs.weight:
-        product = ExpertGrads(rows, grad, offsets, fc.weight.shape, ctx.kernels[number])
+        when_read = None if number else ctx.saved.new_reader()
+        product = ExpertGrads(rows, grad, offsets, fc.weight.shape, ctx.kernels[number], when_read)
         weight = hand_over(fc.weight, product, node=ctx.next_functions[place][0])
     if needs.lora_a and grad_low is not None:
         kernel = _kernel_of(rows, fc.lora_a, offsets=offsets, is_static=ctx.math.is_static)
-        product = ExpertGrads(rows, grad_low, offsets, fc.lora_a.shape, kernel)
+        when_read = None if number else ctx.saved.new_reader()
+        product = ExpertGrads(rows, grad_low, offsets, fc.lora_a.shape, kernel, when_read)
         place += 1 if fc.bias is None else 2
         a = hand_over(fc.lora_a, product, node=ctx.next_functions[place][0])
     return weight, a

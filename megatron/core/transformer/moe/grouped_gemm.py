@@ -12,6 +12,7 @@ forward. torch's kernel would first write a temporary of the weights' size. fp64
 
 import enum
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.device import cpu_alone
-from megatron.core.transformer.moe.paged_stash.expert_ops import HAS_TRITON, ops
+from megatron.core.paged_rows import PagedRows, Rows, memory_of, paging, read_sync
+from megatron.core.transformer.moe.paged_stash.expert_ops import HAS_TRITON, multiply_rows, ops
 
 
 class ProductKernel(enum.Enum):
@@ -72,6 +74,14 @@ def multiply(rows: Tensor, weight: Tensor, *, offsets: Tensor, kernel: ProductKe
     return _multiply(rows, _matrices(weight, rows, offsets=offsets), offsets=offsets, kernel=kernel)
 
 
+def multiply_into(out: Rows, rows: Rows, weight: Tensor, *, offsets: Tensor) -> None:
+    """Does the same with the stash's kernel, for rows or results in pages; out: [R, O], the rows' dtype.
+
+    On a CPU, all kernels give the same bits.
+    """
+    multiply_rows(rows, _matrices(weight, rows, offsets=offsets), offsets=offsets, out=out)
+
+
 def input_grad(grad: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
     """Returns the gradient of the rows of a product, [R, I]; grad: gradient of the product, [R, O], weight's dtype."""
     transposed = weight.view(offsets.shape[0], -1, grad.shape[1]).transpose(1, 2)
@@ -84,27 +94,40 @@ def input_grad(grad: Tensor, weight: Tensor, *, offsets: Tensor) -> Tensor:
 class ExpertGrads:
     """WeightGrad of a grouped GEMM, computed from its input rows and the gradient of its output.
 
-    rows: [R, I]. grad: [R, O], same dtype. shape: shape of the weight. kernel: the product's kernel.
+    rows: [R, I], possibly in pages. grad: [R, O], same dtype. shape: shape of the weight. kernel: the product's kernel.
+    when_read: called once the rows were read.
     """
 
-    rows: Tensor
+    rows: Rows
     grad: Tensor
     offsets: Tensor
     shape: torch.Size
     kernel: ProductKernel
+    when_read: Callable[[], None] | None = None
 
     def compute(self) -> Tensor:
         """Returns the gradient: [*weight shape], the rows' dtype."""
+        found = self._computed()
+        if self.when_read is not None:
+            self.when_read()
+        return found
+
+    def _computed(self) -> Tensor:
         if self.rows.shape[0] == 0:
-            return self.rows.new_zeros(self.shape)
+            return self.grad.new_zeros(self.shape)
         if self.kernel is ProductKernel.STASH:
-            out = self.rows.new_empty(self.shape)
-            matrices = _matrices(out, self.rows, offsets=self.offsets)
-            ops.grouped_gemm_weight_grad(self.rows, self.grad, offsets=self.offsets, out=matrices)
+            out = self.grad.new_empty(self.shape)
+            self._write_by_kernel(out)
             return out
-        if self.rows.dtype == torch.float64:
+        rows, grad = self._live_sync() if isinstance(self.rows, PagedRows) else (self.rows, self.grad)
+        if rows.dtype == torch.float64:
             return torch.stack([rows.t() @ grad for rows, grad in self._pairs_sync()]).view(self.shape)
-        return F.grouped_mm(self.rows.t(), self.grad, offs=self.offsets).view(self.shape)
+        return F.grouped_mm(rows.t(), grad, offs=self.offsets).view(self.shape)
+
+    def _write_by_kernel(self, out: Tensor, **options: float) -> None:
+        matrices, places = _matrices(out, self.rows, offsets=self.offsets), paging("x", self.rows)
+        memory = memory_of(self.rows)
+        ops.grouped_gemm_weight_grad(memory, self.grad, offsets=self.offsets, out=matrices, **options, **places)
 
     def fits(self, out: Tensor) -> bool:
         """Returns whether add_to supports the dtype and device of `out`: [*weight shape], any float dtype."""
@@ -114,28 +137,35 @@ class ExpertGrads:
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
         """Adds scale times the gradient to `out`: [*weight shape], a dtype that fits. is_zero: overwrite `out`."""
-        matrices = _matrices(out, self.rows, offsets=self.offsets)
         if _adds_in_kernel(self.rows):
-            ops.grouped_gemm_weight_grad(
-                self.rows, self.grad, offsets=self.offsets, out=matrices, scale=scale, is_added=not is_zero
-            )
-            return
-        beta = 0 if is_zero else 1
-        for matrix, (rows, grad) in zip(matrices, self._pairs_sync()):
-            if rows.shape[0] > 0:
-                torch.addmm(matrix, rows.t(), grad, beta=beta, alpha=scale, out=matrix)
+            self._write_by_kernel(out, scale=scale, is_added=not is_zero)
+        else:
+            beta, matrices = 0 if is_zero else 1, _matrices(out, self.rows, offsets=self.offsets)
+            for matrix, (rows, grad) in zip(matrices, self._pairs_sync()):
+                if rows.shape[0] > 0:
+                    torch.addmm(matrix, rows.t(), grad, beta=beta, alpha=scale, out=matrix)
+        if self.when_read is not None:
+            self.when_read()
 
     @cpu_alone
     def _pairs_sync(self) -> list[tuple[Tensor, Tensor]]:
         """Splits rows and gradients by expert. NOTE: reads the offsets on the host."""
-        return list(zip(_split_sync(self.rows, self.offsets), _split_sync(self.grad, self.offsets)))
+        rows, grad = self._live_sync() if isinstance(self.rows, PagedRows) else (self.rows, self.grad)
+        return list(zip(_split_sync(rows, self.offsets), _split_sync(grad, self.offsets)))
+
+    @cpu_alone
+    def _live_sync(self) -> tuple[Tensor, Tensor]:
+        """Returns the live rows, without pages, and their gradients. NOTE: reads the offsets on the host."""
+        assert isinstance(self.rows, PagedRows)
+        live = max(0, min(int(self.offsets[-1]), self.rows.max_rows))
+        return read_sync(self.rows.arena, self.rows.table, self.rows.sizes, num_rows=live), self.grad[:live]
 
 
-def _adds_in_kernel(rows: Tensor) -> bool:
+def _adds_in_kernel(rows: Rows) -> bool:
     return rows.device.type == "cuda" and HAS_TRITON
 
 
-def _matrices(weight: Tensor, rows: Tensor, *, offsets: Tensor) -> Tensor:
+def _matrices(weight: Tensor, rows: Rows, *, offsets: Tensor) -> Tensor:
     return weight.view(offsets.shape[0], rows.shape[1], -1)
 
 

@@ -232,7 +232,7 @@ class MoELayer(BaseMoELayer):
         hidden_states: [*, H], parameter dtype; probs: float. Returns the rows to send back, [*, H], parameter dtype,
         each multiplied by its weight, and a bias to add, or None.
         """
-        if self.expert_step is not None and _takes_order(self.experts):
+        if self.expert_step is not None and takes_order(self.experts):
             order = self.token_dispatcher.order_received(hidden_states)
             self.expert_step.record_demand(self.token_dispatcher.take_demand())
             return self._run_static_experts(hidden_states, probs, order)
@@ -314,8 +314,11 @@ class MoELayer(BaseMoELayer):
         }
 
 
-def _takes_order(experts: nn.Module) -> bool:
-    """Returns whether experts accept tokens and an order: GroupedMLP, unless a forward of its own takes only rows."""
+def takes_order(experts: nn.Module) -> bool:
+    """Returns whether experts accept tokens and an order: GroupedMLP, unless a forward of its own takes only rows.
+
+    Only such experts can compute in the pages of a stash.
+    """
     if getattr(experts.forward, "__func__", None) is GroupedMLP.forward:
         return True
     if not isinstance(experts, GroupedMLP):

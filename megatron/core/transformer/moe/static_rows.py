@@ -10,7 +10,7 @@ which the first R are live, W elements in a row.
 """
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.operator_library import operator
+from megatron.core.paged_rows import Rows, memory_of, num_rows_of, paging, paging_schema, store_sync, write_sync
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Launchers, which have the operators' names.
@@ -171,8 +172,13 @@ def gather(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor) -> Tensor:
     x: [T, W], any float dtype; source_of_row: [C], int32; num_rows: [1], int64. Returns [C, W], same dtype.
     """
     out = x.new_empty(source_of_row.shape[0], x.shape[1])
-    ops.gather_rows(x.contiguous(), source_of_row, num_rows=num_rows, out=out)
+    gather_into(out, x, source_of_row, num_rows=num_rows)
     return out
+
+
+def gather_into(out: Rows, x: Tensor, source_of_row: Tensor, *, num_rows: Tensor) -> None:
+    """Does the same with the memory of `out`: [C, W], x's dtype, possibly in pages."""
+    ops.gather_rows(x.contiguous(), source_of_row, num_rows=num_rows, out=memory_of(out), **paging("out", out))
 
 
 def sum_slots(rows: Tensor, row_of_slot: Tensor) -> Tensor:
@@ -289,21 +295,36 @@ def _like_tokens(rows: Tensor, row_of_slot: Tensor) -> Tensor:
     return rows.new_empty(row_of_slot.shape[0], rows.shape[1])
 
 
-@operator(_NAMESPACE, "(Tensor x, Tensor source_of_row, *, Tensor num_rows, Tensor(a!) out) -> ()", cuda=_LAUNCHERS)
-def gather_rows(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor, out: Tensor) -> None:
+@operator(
+    _NAMESPACE,
+    f"(Tensor x, Tensor source_of_row, *, Tensor num_rows, Tensor(a!) out, {paging_schema('out')}) -> ()",
+    cuda=_LAUNCHERS,
+)
+def gather_rows(
+    x: Tensor,
+    source_of_row: Tensor,
+    *,
+    num_rows: Tensor,
+    out: Tensor,
+    out_table: Tensor | None = None,
+    out_sizes: Sequence[int] = (),
+) -> None:
     """Writes out[r] = x[source_of_row[r]], or zeros if the source is -1, for live rows only.
 
-    x: [T, W], any dtype; source_of_row: [C], int32; num_rows: [1], int64; out: [C, W], x's dtype.
+    x: [T, W], any dtype; source_of_row: [C], int32; num_rows: [1], int64; out: [C, W], x's dtype, or pages.
     """
-    live = source_of_row[: _live_rows_sync(num_rows, out)]
-    rows = out[: len(live)]
+    live = source_of_row[: _live_rows_sync(num_rows, num_rows_of(out, out_sizes))]
+    target, is_copy = write_sync(out, out_table, out_sizes, num_rows=len(live))
+    rows = target[: len(live)]
     if len(x) == 0:
         rows.zero_()
-        return
-    padding = _padding_rows_sync(live)
-    torch.index_select(x, 0, live.clamp(min=0) if len(padding) else live, out=rows)
-    if len(padding):
-        rows.index_fill_(0, padding, 0)
+    else:
+        padding = _padding_rows_sync(live)
+        torch.index_select(x, 0, live.clamp(min=0) if len(padding) else live, out=rows)
+        if len(padding):
+            rows.index_fill_(0, padding, 0)
+    if is_copy and out_table is not None:
+        store_sync(rows, out, out_table, out_sizes)
 
 
 @operator(_NAMESPACE, "(Tensor rows, Tensor row_of_slot) -> Tensor", cuda=_LAUNCHERS, fake=_like_tokens)
@@ -325,9 +346,9 @@ def sum_rows(rows: Tensor, row_of_slot: Tensor) -> Tensor:
     return F.embedding_bag(row_of_slot[there], rows, F.pad(ends[:-1], (1, 0)), mode="sum")
 
 
-def _live_rows_sync(num_rows: Tensor, rows: Tensor) -> int:
-    """Returns R, clamped to the rows of the buffer. NOTE: reads CPU memory, so the host waits for no device."""
-    return max(0, min(int(num_rows.item()), rows.shape[0]))
+def _live_rows_sync(num_rows: Tensor, most: int) -> int:
+    """Returns R, at most `most`. NOTE: reads CPU memory, so the host waits for no device."""
+    return max(0, min(int(num_rows.item()), most))
 
 
 def _padding_rows_sync(live: Tensor) -> Tensor:

@@ -13,25 +13,32 @@ byte i * page_bytes of device_pages [D * page_bytes] if i < D, else at byte (i -
     table         [entries], int64             page ids that tensors hold, in the dtype that torch indexes with
     held          [slots, 4], int64            one row per tensor; columns as in Held
     counters      [len(Counter)], int64
+    places        [entries], int64             parallel to `table`: where kernels that compute in pages find each page, as
+                                               a position in the arena of device pages and scratch
     num_rows      [1], int64                   live tokens of the group
     reserve       [3], int64                   by priority: pages to leave free after allocating a tensor's pages
     layout        PoolLayout.numbers
     tensors       encode_tensors(), in order of priority, at most MAX_TENSORS
+    scratch       by tensor: the position of its scratch in the arena, -1 for a tensor that is not computed in pages
     num_programs  upper limit of a GPU kernel's grid, 0 for the default; ignored on the CPU
 
 [Note: cost of a call] The CPU versions allocate nothing in the steady state except indices of host pages. Most of their
 time is call overhead of torch, because all copies of a group may take as little as a millisecond. Page ids and counts
 are therefore read and written through numpy, which shares their memory at a tenth of the overhead.
 
+[Note: scratch] A tensor that kernels compute in pages may receive none, or pages on the host. Its missing pages are
+then those of a scratch, which has space for all of its rows, so that kernels do not branch. What must reach the host is
+copied from there.
+
 [Note: runs of pages] A tensor's live rows, without their gaps, are split into pages. Pages that are adjacent in memory
-form a run. A few runs are copied one by one, at the rate of a plain copy. After many groups have used a ring, its free
+form a run. plan prefers free pages that form one, in which the CPU computes without copies. A few runs are copied one by one, at the rate of a plain copy. After many groups have used a ring, its free
 pages are scattered. The full pages of a tier then move in one indexed copy, in the widest words that sizes and
 addresses allow: torch moves elements of 16 bytes at nearly the rate of a plain copy, but single bytes far more slowly.
 """
 
 import importlib.util
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -72,7 +79,7 @@ def _operator(arguments: str) -> Register:
 
 @_operator(
     "Tensor num_rows, Tensor reserve, *, Tensor(a!) heads, Tensor tails, Tensor(e!) ring, Tensor(b!) table,"
-    " Tensor(c!) held, Tensor(d!) counters, int[] layout, int[] tensors"
+    " Tensor(c!) held, Tensor(d!) counters, Tensor(f!)? places=None, int[] layout, int[] tensors, int[] scratch=[]"
 )
 def plan(
     num_rows: Tensor,
@@ -84,12 +91,15 @@ def plan(
     table: Tensor,
     held: Tensor,
     counters: Tensor,
+    places: Tensor | None = None,
     layout: list[int],
     tensors: list[int],
+    scratch: Sequence[int] = (),
 ) -> None:
     """Allocates pages for a group's tensors, the most important first, and marks the others as dropped.
 
-    num_rows: [1], int64; reserve: [3], int64. See [Note: operands]. See [Note: rules] in page_layout.py.
+    num_rows: [1], int64; reserve: [3], int64; places: [entries], int64, or None. See [Note: operands]. See [Note:
+    rules] in page_layout.py.
     """
     encoded, (page_bytes, device_pages, host_pages) = split_tensors(tensors), layout
     records, tally, ends = _read_records(held, encoded), _read(counters), _read(heads)
@@ -101,7 +111,7 @@ def plan(
     account = PageAccount(page_bytes, (device_pages, host_pages), free, tally.values)
     (count,) = num_rows.tolist()
     live = account.checked_count(count, min(one.max_rows * one.tokens_per_row for one in encoded))
-    for one in encoded:
+    for index, one in enumerate(encoded):
         rows, pages, on_host, is_dropped = account.allocate(
             live,
             row_bytes=one.row_bytes,
@@ -111,12 +121,18 @@ def plan(
         )
         records.write(one.slot, [pages, rows, int(is_dropped), on_host])
         ids, on_device = table_ids[one.table_start : one.table_start + pages], pages - on_host
+        _bring_run_forward(free_ids[:device_pages], end[0], last[0], size=on_device)
         for into, freed in _ring_parts(ids[:on_device], free_ids[:device_pages], position=end[0]):
             into[:] = freed
         for into, freed in _ring_parts(ids[on_device:], free_ids[device_pages:], position=end[1]):
             into[:] = freed
         end[0] += on_device
         end[1] += on_host
+        if places is not None and scratch[index] >= 0:
+            needed = -(-rows * one.row_bytes // page_bytes)
+            found = places.numpy()[one.table_start : one.table_start + needed]
+            found[:] = range(scratch[index], scratch[index] + needed)
+            found[:on_device] = ids[:on_device]
     account.end_plan()
     for numbers in (records, tally, ends):
         numbers.store()
@@ -124,7 +140,7 @@ def plan(
 
 @_operator(
     "Tensor[] sources, Tensor(a!) device_pages, *, Tensor(b!) host_pages, Tensor table, Tensor held,"
-    " int[] layout, int[] tensors, int num_programs"
+    " int[] layout, int[] tensors, int num_programs, bool host_only=False"
 )
 def stash(
     sources: list[Tensor],
@@ -136,10 +152,13 @@ def stash(
     layout: list[int],
     tensors: list[int],
     num_programs: int,
+    host_only: bool = False,
 ) -> None:
-    """Copies live rows into pages. sources: [bytes] each, uint8. See [Note: operands]."""
-    tiers = device_pages, host_pages
-    moves = _moves(sources, split_tensors(tensors), table=table, held=held, page_bytes=layout[0], tiers=tiers)
+    """Copies live rows into pages. sources: [bytes] each, uint8. host_only: only into pages on the host, of rows
+    without gaps. See [Note: operands].
+    """
+    tiers, encoded = (device_pages, host_pages), split_tensors(tensors)
+    moves = _moves(sources, encoded, table=table, held=held, page_bytes=layout[0], tiers=tiers, host_only=host_only)
     for pages, indices, rows in moves.whole_pages:
         # Same as index_copy_, but a tenth faster.
         pages.numpy()[indices.numpy()] = rows.numpy()
@@ -149,7 +168,7 @@ def stash(
 
 @_operator(
     "Tensor device_pages, Tensor host_pages, *, Tensor table, Tensor held, Tensor(a!)[] targets,"
-    " int[] layout, int[] tensors, int num_programs"
+    " int[] layout, int[] tensors, int num_programs, bool host_only=False"
 )
 def restore(
     device_pages: Tensor,
@@ -161,10 +180,11 @@ def restore(
     layout: list[int],
     tensors: list[int],
     num_programs: int,
+    host_only: bool = False,
 ) -> None:
-    """Copies live rows out of pages. targets: [bytes] each, uint8. See [Note: operands]."""
-    tiers = device_pages, host_pages
-    moves = _moves(targets, split_tensors(tensors), table=table, held=held, page_bytes=layout[0], tiers=tiers)
+    """Copies live rows out of pages. targets: [bytes] each, uint8. host_only: as in stash. See [Note: operands]."""
+    tiers, encoded = (device_pages, host_pages), split_tensors(tensors)
+    moves = _moves(targets, encoded, table=table, held=held, page_bytes=layout[0], tiers=tiers, host_only=host_only)
     for pages, indices, rows in moves.whole_pages:
         torch.index_select(pages, 0, indices, out=rows)
     if moves.pages:
@@ -205,6 +225,22 @@ def _sort_free(ids: np.ndarray, head: int, tail: int) -> None:
         ordered = np.concatenate([ids[start:], ids[:beyond]])
         ordered.sort(kind="stable")
         ids[start:], ids[:beyond] = np.split(ordered, [ids.size - start])
+
+
+def _bring_run_forward(ids: np.ndarray, head: int, tail: int, *, size: int) -> None:
+    """Moves the first `size` adjacent pages among the free ones to the head of a tier's ring; others keep their order.
+
+    ids: the ring, [n], int32, whose free part is sorted. Does nothing if no pages are adjacent.
+    """
+    start, free = head % max(1, ids.size), tail - head
+    if size < 2 or start + size <= ids.size and ids[start + size - 1] - ids[start] == size - 1:
+        return
+    places = np.arange(start, start + free) % ids.size
+    ordered = ids[places]
+    found = np.flatnonzero(ordered[size - 1 :] - ordered[: free - size + 1] == size - 1)
+    if found.size:
+        first = found[0]
+        ids[places] = np.concatenate([ordered[first : first + size], ordered[:first], ordered[first + size :]])
 
 
 @dataclass
@@ -292,7 +328,7 @@ class Run(NamedTuple):
     page_id: int
 
 
-class PagedRows(NamedTuple):
+class StoredBytes(NamedTuple):
     """The first num_bytes bytes (at least one) of a tensor's rows without gaps, and the pages that store them.
 
     memory: [at least the rows' extent], uint8, starting at the tensor's first byte; ids: [pages], int64, in the order
@@ -411,17 +447,19 @@ def _moves(
     held: Tensor,
     page_bytes: int,
     tiers: tuple[Tensor, Tensor],
+    host_only: bool,
 ) -> Moves:
-    """Lists all copies of a group, before any of them runs.
+    """Lists all copies of a group, or those of its pages on the host, before any of them runs.
 
     Each copy evicts the interpreter from the CPU caches, so Python code between two copies takes five times as long.
     """
     records, moves = _read_records(held, encoded), Moves([], [], [])
     for memory, one in zip(memories, encoded, strict=True):
-        num_pages, num_rows, *_ = records.read(one.slot)
-        if num_pages:
-            ids = table[one.table_start : one.table_start + num_pages]
-            num_bytes = num_rows * one.row_bytes
-            sizes = one.row_bytes, one.pitch_bytes, num_bytes
-            PagedRows(memory, *sizes, ids, ids.tolist(), page_bytes, *tiers).add_to(moves)
+        num_pages, num_rows, _, on_host = records.read(one.slot)
+        first = num_pages - on_host if host_only else 0
+        if first < num_pages:
+            ids = table[one.table_start + first : one.table_start + num_pages]
+            skipped = first * page_bytes
+            sizes = one.row_bytes, one.pitch_bytes, num_rows * one.row_bytes - skipped
+            StoredBytes(memory[skipped:], *sizes, ids, ids.tolist(), page_bytes, *tiers).add_to(moves)
     return moves

@@ -6,7 +6,8 @@ that a CUDA graph can capture them. The activation is that of fusions/gated_acti
 
 Shapes: C rows of the buffers, of which the first R are live; e experts; H hidden; F ffn; O any width; r the width of
 low-rank adapters. offsets [e], int32: end offset of each expert's rows; the last one is R. Rows beyond the first R are
-never read and are undefined in all results, including gradients.
+never read and are undefined in all results, including gradients. Operators with a table and sizes for an operand accept
+the arena of PagedRows (core/paged_rows.py) in its place.
 
 [Note: recompute levels] A pool that runs out of pages drops act at the first level, and gate_up as well at the second.
 The operators gated_activation, gate_up_from_x and add_low_rank recompute them. They do nothing if `needed`, [1], int64,
@@ -15,7 +16,7 @@ CPU one GEMM for each expert, like torch.nn.functional.grouped_mm there, and on 
 """
 
 import importlib.util
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +26,16 @@ from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.fusions.gated_activation import activate, form_of
 from megatron.core.fusions.gated_activation import ops as activation_ops
 from megatron.core.operator_library import Register, operator
+from megatron.core.paged_rows import (
+    Rows,
+    memory_of,
+    num_rows_of,
+    paging,
+    paging_schema,
+    read_sync,
+    store_sync,
+    write_sync,
+)
 from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -101,26 +112,63 @@ class _GroupedGemm(PlainFunction):
         return grad_x, grad_weight, None
 
 
-@_operator("grouped_gemm", "Tensor x, Tensor weight, *, Tensor offsets, Tensor(a!) out")
-def _grouped_gemm(x: Tensor, weight: Tensor, *, offsets: Tensor, out: Tensor) -> None:
-    """Multiplies the rows of expert i by weight[i]. x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype."""
-    for expert, part in _parts_sync(x, offsets):
-        torch.mm(x[part], weight[expert], out=out[part])
+def multiply_rows(x: Rows, weight: Tensor, *, offsets: Tensor, out: Rows) -> None:
+    """Calls the operator grouped_gemm, whose operands may be in pages."""
+    places = {**paging("x", x), **paging("out", out)}
+    ops.grouped_gemm(memory_of(x), weight, offsets=offsets, out=memory_of(out), **places)
+
+
+@_operator(
+    "grouped_gemm",
+    f"Tensor x, Tensor weight, *, Tensor offsets, Tensor(a!) out, {paging_schema('x')}, {paging_schema('out')}",
+)
+def _grouped_gemm(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    offsets: Tensor,
+    out: Tensor,
+    x_table: Tensor | None = None,
+    x_sizes: Sequence[int] = (),
+    out_table: Tensor | None = None,
+    out_sizes: Sequence[int] = (),
+) -> None:
+    """Multiplies the rows of expert i by weight[i].
+
+    x: [C, H] or pages; weight: [e, H, O]; out: [C, O] or pages; one float dtype.
+    """
+    ends = _ends_sync(offsets, num_rows_of(x, x_sizes))
+    rows = read_sync(x, x_table, x_sizes, num_rows=ends[-1])
+    target, is_copy = write_sync(out, out_table, out_sizes, num_rows=ends[-1])
+    for expert, part in _parts(ends):
+        torch.mm(rows[part], weight[expert], out=target[part])
+    if is_copy and out_table is not None:
+        store_sync(target, out, out_table, out_sizes)
 
 
 @_operator(
     "grouped_gemm_weight_grad",
-    "Tensor x, Tensor grad, *, Tensor offsets, Tensor(a!) out, float scale=1.0, bool is_added=False",
+    "Tensor x, Tensor grad, *, Tensor offsets, Tensor(a!) out, float scale=1.0, bool is_added=False, "
+    f"{paging_schema('x')}",
 )
 def _grouped_gemm_weight_grad(
-    x: Tensor, grad: Tensor, *, offsets: Tensor, out: Tensor, scale: float = 1.0, is_added: bool = False
+    x: Tensor,
+    grad: Tensor,
+    *,
+    offsets: Tensor,
+    out: Tensor,
+    scale: float = 1.0,
+    is_added: bool = False,
+    x_table: Tensor | None = None,
+    x_sizes: Sequence[int] = (),
 ) -> None:
     """Computes scale * x^T grad of each expert, 0 for an expert without rows, and writes or adds it to `out`.
 
-    x: [C, H]; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. Values are rounded once, to out's dtype.
-    is_added: whether to add to `out`.
+    x: [C, H] or pages; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. Values are rounded once, to out's
+    dtype. is_added: whether to add to `out`.
     """
-    ends = _ends_sync(offsets, x)
+    ends = _ends_sync(offsets, num_rows_of(x, x_sizes))
+    x = read_sync(x, x_table, x_sizes, num_rows=ends[-1])
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         left, right = x[start:end].t(), grad[start:end]
         if out.dtype != x.dtype:
@@ -130,19 +178,33 @@ def _grouped_gemm_weight_grad(
 
 @_operator(
     "gate_up_from_x",
-    "Tensor x, Tensor weight, *, Tensor offsets, Tensor needed, Tensor(a!) out, Tensor? bias=None",
+    "Tensor x, Tensor weight, *, Tensor offsets, Tensor needed, Tensor(a!) out, Tensor? bias=None, "
+    f"{paging_schema('x')}, {paging_schema('out')}",
 )
 def _gate_up_from_x(
-    x: Tensor, weight: Tensor, *, offsets: Tensor, needed: Tensor, out: Tensor, bias: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    *,
+    offsets: Tensor,
+    needed: Tensor,
+    out: Tensor,
+    bias: Tensor | None = None,
+    x_table: Tensor | None = None,
+    x_sizes: Sequence[int] = (),
+    out_table: Tensor | None = None,
+    out_sizes: Sequence[int] = (),
 ) -> None:
     """Recomputes gate_up, including the bias, unless `needed` is 0. Costs 2 R H O operations.
 
-    x: [C, H]; weight: [e, H, O]; bias: [e, O] or None; out: [C, O]; one float dtype. needed: [1], int64.
+    x: [C, H] or pages; weight: [e, H, O]; bias: [e, O] or None; out: [C, O] or pages; one float dtype. needed: [1],
+    int64.
     """
     if _is_set_sync(needed):
-        _grouped_gemm(x, weight, offsets=offsets, out=out)
+        places = {"out_table": out_table, "out_sizes": out_sizes}
+        _grouped_gemm(x, weight, offsets=offsets, out=out, x_table=x_table, x_sizes=x_sizes, **places)
         if bias is not None:
-            _add_expert_bias(out, bias, scale=None, offsets=offsets, share=1.0)
+            of_rows = {"rows_table": out_table, "rows_sizes": out_sizes}
+            _add_expert_bias(out, bias, scale=None, offsets=offsets, share=1.0, **of_rows)
 
 
 # --- Activation ---
@@ -222,16 +284,36 @@ class _AddExpertBias(PlainFunction):
         return grad, grad_bias, grad_scale, None, None
 
 
-@_operator("add_expert_bias", "Tensor(a!) rows, Tensor bias, *, Tensor? scale, Tensor offsets, float share")
-def _add_expert_bias(rows: Tensor, bias: Tensor, *, scale: Tensor | None, offsets: Tensor, share: float) -> None:
+def add_bias_to(rows: Rows, bias: Tensor, *, scale: Tensor | None, offsets: Tensor, share: float) -> None:
+    """Calls the operator add_expert_bias, whose rows may be in pages."""
+    places = paging("rows", rows)
+    ops.add_expert_bias(memory_of(rows), bias, scale=scale, offsets=offsets, share=share, **places)
+
+
+@_operator(
+    "add_expert_bias",
+    "Tensor(a!) rows, Tensor bias, *, Tensor? scale, Tensor offsets, float share, " + paging_schema("rows"),
+)
+def _add_expert_bias(
+    rows: Tensor,
+    bias: Tensor,
+    *,
+    scale: Tensor | None,
+    offsets: Tensor,
+    share: float,
+    rows_table: Tensor | None = None,
+    rows_sizes: Sequence[int] = (),
+) -> None:
     """Adds the bias of each row's expert in place, times the row's scale and `share`.
 
-    rows: [C, O], float dtype; bias: [e, O], the rows' dtype; scale: [C], any float dtype, or None.
+    rows: [C, O], float dtype, or pages; bias: [e, O], the rows' dtype; scale: [C], any float dtype, or None.
     """
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    for expert, part in _parts_sync(rows, offsets):
+    wide, ends = torch.promote_types(rows.dtype, torch.float32), _ends_sync(offsets, num_rows_of(rows, rows_sizes))
+    target = read_sync(rows, rows_table, rows_sizes, num_rows=ends[-1])
+    for expert, part in _parts(ends):
         addend = bias[expert].to(wide) * share
-        rows[part].add_(addend if scale is None else addend * scale[part, None].to(wide))
+        target[part].add_(addend if scale is None else addend * scale[part, None].to(wide))
+    _store_changed_sync(target, rows, rows_table, rows_sizes)
 
 
 @_operator("expert_bias_grad", "Tensor grad, *, Tensor? scale, Tensor offsets, Tensor(a!) out")
@@ -242,7 +324,7 @@ def _expert_bias_grad(grad: Tensor, *, scale: Tensor | None, offsets: Tensor, ou
     """
     out.zero_()
     wide = torch.promote_types(grad.dtype, torch.float32)
-    for expert, part in _parts_sync(grad, offsets):
+    for expert, part in _parts(_ends_sync(offsets, grad.shape[0])):
         values = grad[part].to(wide)
         out[expert] = (values if scale is None else values * scale[part, None].to(wide)).sum(0)
 
@@ -254,7 +336,7 @@ def _expert_bias_scale_grad(grad: Tensor, bias: Tensor, *, offsets: Tensor, shar
     grad: [C, O], any strides; bias: [e, O]; out: [C], any float dtype.
     """
     wide = torch.promote_types(grad.dtype, torch.float32)
-    for expert, part in _parts_sync(grad, offsets):
+    for expert, part in _parts(_ends_sync(offsets, grad.shape[0])):
         out[part] = (grad[part].to(wide) @ bias[expert].to(wide)).mul_(share).to(out.dtype)
 
 
@@ -304,33 +386,60 @@ class _AddLowRank(PlainFunction):
         return grad, grad_low, grad_weight, None, None
 
 
+def add_low_rank_to(
+    rows: Rows, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float, needed: Tensor | None = None
+) -> None:
+    """Calls the operator add_low_rank, whose rows may be in pages."""
+    places = paging("rows", rows)
+    ops.add_low_rank(memory_of(rows), low, weight=weight, offsets=offsets, scale=scale, needed=needed, **places)
+
+
 @_operator(
-    "add_low_rank", "Tensor(a!) rows, Tensor low, *, Tensor weight, Tensor offsets, float scale, Tensor? needed=None"
+    "add_low_rank",
+    "Tensor(a!) rows, Tensor low, *, Tensor weight, Tensor offsets, float scale, Tensor? needed=None, "
+    + paging_schema("rows"),
 )
 def _add_low_rank(
-    rows: Tensor, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float, needed: Tensor | None = None
+    rows: Tensor,
+    low: Tensor,
+    *,
+    weight: Tensor,
+    offsets: Tensor,
+    scale: float,
+    needed: Tensor | None = None,
+    rows_table: Tensor | None = None,
+    rows_sizes: Sequence[int] = (),
 ) -> None:
     """Adds scale * low @ weight of the row's expert to each row in place, unless `needed` is 0.
 
-    rows: [C, O]; low: [C, r]; weight: [e, r, O]; one float dtype. needed: [1], int64; None means always.
+    rows: [C, O] or pages; low: [C, r]; weight: [e, r, O]; one float dtype. needed: [1], int64; None means always.
     """
     if needed is not None and not _is_set_sync(needed):
         return
-    for expert, part in _parts_sync(low, offsets):
-        target = rows[part]
-        torch.addmm(target, low[part], weight[expert], alpha=scale, out=target)
+    ends = _ends_sync(offsets, low.shape[0])
+    target = read_sync(rows, rows_table, rows_sizes, num_rows=ends[-1])
+    for expert, part in _parts(ends):
+        into = target[part]
+        torch.addmm(into, low[part], weight[expert], alpha=scale, out=into)
+    _store_changed_sync(target, rows, rows_table, rows_sizes)
 
 
 # --- Recomputation of dropped tensors ---
 
 
 def recompute_gate_up(
-    weight: Tensor, offsets: Tensor, *, bias: Tensor | None = None, low_rank: tuple[Tensor, float] | None = None
+    weight: Tensor,
+    offsets: Tensor,
+    *,
+    bias: Tensor | None = None,
+    low_rank: tuple[Tensor, float] | None = None,
+    low_weight: Tensor | None = None,
 ) -> Recompute:
     """Returns a function that recomputes gate_up, for StashGroup.mark with sources (x,) or (x, low).
 
     weight: [e, H, O], x's dtype; offsets: [e], int32; bias: [e, O], x's dtype, or None; low_rank: the weight [e, r, O]
-    and scale passed to add_low_rank, or None without `low`. All are on the device.
+    and scale passed to add_low_rank, or None without `low`. low_weight: [e, H, r], x's dtype, computes `low` from x,
+    for sources (x,). All are on the device.
     """
     weight = weight.detach()
     if bias is not None:
@@ -338,10 +447,21 @@ def recompute_gate_up(
     if low_rank is not None:
         low_rank = low_rank[0].detach(), low_rank[1]
 
-    def recompute(out: Tensor, needed: Tensor, *sources: Tensor) -> None:
-        ops.gate_up_from_x(sources[0], weight, offsets=offsets, needed=needed, out=out, bias=bias)
-        if low_rank is not None:
-            ops.add_low_rank(out, sources[1], weight=low_rank[0], offsets=offsets, scale=low_rank[1], needed=needed)
+    if low_weight is not None:
+        low_weight = low_weight.detach()
+
+    def product(x: Rows, matrices: Tensor, out: Rows, *, needed: Tensor, bias: Tensor | None) -> None:
+        places, memory = {**paging("x", x), **paging("out", out)}, memory_of(out)
+        ops.gate_up_from_x(memory_of(x), matrices, offsets=offsets, needed=needed, out=memory, bias=bias, **places)
+
+    def recompute(out: Rows, needed: Tensor, x: Rows, *lows: Tensor) -> None:
+        product(x, weight, out, needed=needed, bias=bias)
+        if low_rank is None:
+            return
+        if low_weight is not None:
+            lows = (low_weight.new_empty(x.shape[0], low_weight.shape[2]),)
+            product(x, low_weight, lows[0], needed=needed, bias=None)
+        add_low_rank_to(out, lows[0], weight=low_rank[0], offsets=offsets, scale=low_rank[1], needed=needed)
 
     return recompute
 
@@ -370,14 +490,19 @@ def _is_set_sync(flag: Tensor) -> bool:
     return bool(flag.item())
 
 
-def _ends_sync(offsets: Tensor, rows: Tensor) -> list[int]:
+def _ends_sync(offsets: Tensor, max_rows: int) -> list[int]:
     """Returns the end offset of each expert's rows, clamped to the buffer; [0] if there is no expert."""
-    return offsets.clamp(0, rows.shape[0]).tolist() or [0]
+    return offsets.clamp(0, max_rows).tolist() or [0]
 
 
-def _parts_sync(rows: Tensor, offsets: Tensor) -> Iterator[tuple[int, slice]]:
+def _store_changed_sync(target: Tensor, memory: Tensor, table: Tensor | None, sizes: Sequence[int]) -> None:
+    """Copies rows that read_sync returned, and that were changed in place, back to their pages if they are a copy."""
+    if table is not None and target.untyped_storage().data_ptr() != memory.untyped_storage().data_ptr():
+        store_sync(target, memory, table, sizes)
+
+
+def _parts(ends: list[int]) -> Iterator[tuple[int, slice]]:
     """Yields each expert that has rows, and the range of its rows."""
-    ends = _ends_sync(offsets, rows)
     for expert, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if end > start:
             yield expert, slice(start, end)

@@ -23,7 +23,7 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -82,7 +82,7 @@ class GroupPages:
     """Pages of a group. A collected group passes them to the keeper, so this object must not refer to the group.
 
     stashed: event at the end of the copy into pages. arrived: event after the copy back and the release of the pages.
-    targets: memory that the copy back writes to.
+    targets: memory that the copy back writes to. computed: whether kernels compute the group's tensors in the pages.
     """
 
     group: PageGroup
@@ -91,6 +91,7 @@ class GroupPages:
     stashed: torch.Event | None = None
     arrived: torch.Event | None = None
     targets: list[Tensor] = field(default_factory=list)
+    computed: bool = False
 
 
 class RestoredBlock:
@@ -181,6 +182,10 @@ class PageKeeper:
     3. `finish_restore` makes the main stream wait for that copy, and recomputes dropped tensors.
     4. The pages of a group that autograd drops without backward are released when Python collects the group.
     5. `reset` frees all pages. Rows that are still in pages are lost.
+
+    A group that is computed in pages calls `place` before its forward, `spill` after it, `fetch` in backward, and
+    `give_back` after the last kernel that reads the pages. All of its work runs on the main stream, except for copies
+    to and from the host.
     """
 
     def __init__(self, pool: PagePool, *, num_programs: int, streams: "StashStreams") -> None:
@@ -245,6 +250,66 @@ class PageKeeper:
                 assert saved.snapshot is not None, "blocks contain only tensors with snapshots"
                 saved.view, saved.memory, saved.snapshot = StorageView.of(saved.snapshot.tensor), memory, None
         return memories
+
+    @torch.compiler.disable  # as stash
+    def place(
+        self,
+        group: GroupMemory,
+        specs: Sequence[TensorSpec],
+        *,
+        num_rows: Tensor,
+        reserve: Tensor | None,
+        is_captured: bool,
+    ) -> GroupPages:
+        """Allocates pages in which the group's kernels then compute its tensors. Arguments as in `stash`."""
+        pages = GroupPages(self.pool.open_group(specs, is_fixed=is_captured), self.generation, computed=True)
+        if not is_captured:
+            group.let_go = partial(self._let_go, pages)
+        for event in pages.group.waits:
+            main_waits_for(event, self.pool.device)
+        self.pool.plan(pages.group, num_rows, reserve=reserve, in_pages=True)
+        group.pages, group.phase = pages, Phase.STASHED
+        return pages
+
+    def spill(self, group: GroupMemory, *, num_rows: Tensor) -> None:
+        """Copies what the kernels computed in the scratch to the group's pages on the host."""
+        pages = self._current(group)
+        if not self.pool.layout.host_pages:
+            return
+        sources = [self.pool.scratch_of(pages.group, index) for index in range(len(pages.group.tensors))]
+        with self._stash_stream.behind_main():
+            self.pool.stash(pages.group, sources, num_programs=self._num_programs, host_only=True)
+        copied = self._stash_stream.record()
+        pages.stashed = None if pages.group.is_fixed else copied
+        # The next group computes in the same scratch.
+        self._reading.append(Reading(copied, [] if copied is None else [num_rows], []))
+
+    def fetch(self, group: GroupMemory, again: Callable[[Tensor], None] | None) -> None:
+        """Copies the group's rows on the host back into the scratch, and recomputes a dropped last tensor there.
+
+        again: writes the last tensor unless its argument, [1], int64, is 0; None if it is not dropped.
+        """
+        pages = self._current(group)
+        if self.pool.layout.host_pages:
+            targets = [self.pool.scratch_of(pages.group, index) for index in range(len(pages.group.tensors))]
+            with self._restore_stream.behind_main(pages.stashed):
+                self.pool.restore(pages.group, targets, host_only=True)
+            main_waits_for(self._restore_stream.record(), self.pool.device)
+        if again is not None:
+            again(self.pool.dropped(pages.group, len(pages.group.tensors) - 1))
+        group.ready, group.phase = record_main(self.pool.device), Phase.READY
+
+    def give_back(self, group: GroupMemory) -> None:
+        """Releases the pages of a group that was computed in them. Later calls do nothing."""
+        pages = group.pages
+        if pages is None or pages.is_given_back or pages.generation != self.generation:
+            return
+        self.pool.release(pages.group)
+        pages.is_given_back = True
+        # The events of captured groups belong to graphs, and their entries are never reused.
+        after = None if pages.group.is_fixed else record_main(self.pool.device)
+        self.pool.close_group(pages.group, after=after)
+        group.let_go = None
 
     def start_restore(self, group: GroupMemory, *, is_awaited: bool = False) -> None:
         """Starts to copy a group's rows back from pages. If memory runs out, it raises and leaves the group in pages.
@@ -367,6 +432,12 @@ class PageKeeper:
 
     def _release(self, pages: GroupPages) -> None:
         if pages.generation != self.generation:
+            return
+        if pages.computed:
+            # All releases of such groups run on the main stream.
+            main_waits_for(pages.stashed, self.pool.device)
+            self.pool.release(pages.group)
+            self.pool.close_group(pages.group, after=record_main(self.pool.device))
             return
         with self._restore_stream.behind_main(pages.stashed):
             self._give_back(pages)

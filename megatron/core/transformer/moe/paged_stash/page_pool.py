@@ -14,6 +14,10 @@ cpu_kernels.py implements the operators for the CPU, triton_kernels.py for GPUs.
 Kernels address both tiers, device memory and page-locked host memory, directly: on a GPU a page is read and written at
 its address. Storage without addresses, such as a file, could therefore not be a third tier.
 
+[Note: computed in pages] Experts may compute their rows in pages. The pool then also has scratch, pages that no tensor
+holds: the device's pages and the scratch are one arena, and `rows_in_pages` returns where the kernels find the rows of a
+tensor. See [Note: scratch] in cpu_kernels.py.
+
 [Note: streams of a pool] Only methods named *_sync wait for the device. plan and stash may run on one stream while
 restore and release run on another: only plan advances the rings' heads, only release appends at their tails, and a
 stale tail merely hides free pages. See [Note: two ends of a ring] in triton_kernels.py. The stream that plans a group
@@ -42,6 +46,7 @@ from torch import Tensor
 
 from megatron.core.device.pinned_memory import pinned_bytes
 from megatron.core.device.torch_internals import storage_id
+from megatron.core.paged_rows import PagedRows
 from megatron.core.transformer.moe.paged_stash.cpu_kernels import ops
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     MAX_TENSORS,
@@ -69,10 +74,14 @@ _HUGEPAGE, _COLLAPSE = 14, 25
 
 @dataclass(frozen=True)
 class OperatorCall:
-    """Part of a group that one operator call processes. indices: positions in the specs; tensors: encoded tensors."""
+    """Part of a group that one operator call processes.
+
+    indices: positions in the specs; tensors: encoded tensors; scratch: position of each tensor's scratch in the arena.
+    """
 
     indices: list[int]
     tensors: list[int]
+    scratch: list[int]
 
 
 @dataclass(eq=False)
@@ -124,17 +133,26 @@ class PagePool:
     """Pool of pages in device memory and in pinned host memory. On the CPU both are plain memory.
 
     The constructor allocates all memory, except page tables, which grow with the number of open groups. keeps_restored:
-    whether CPU memory of restored rows is kept for reuse, see [Note: persistent buffers]. Read-only attributes:
-    device_pages [D * page_bytes], host_pages [Hn * page_bytes], uint8; heads, tails [2], int64; ring [D + Hn], int32;
-    counters [len(Counter)], int64; generation: number of resets.
+    whether CPU memory of restored rows is kept for reuse, see [Note: persistent buffers]. scratch_pages: S, pages of
+    scratch for one group, see [Note: computed in pages]. Read-only attributes: arena [(D + S) * page_bytes],
+    device_pages [D * page_bytes], a part of it, host_pages [Hn * page_bytes], uint8; heads, tails [2], int64; ring
+    [D + Hn], int32; counters [len(Counter)], int64; generation: number of resets.
     """
 
     @torch.inference_mode(False)  # tensors made in inference mode cannot be changed outside of it
-    def __init__(self, device: torch.device | str, layout: PoolLayout, *, keeps_restored: bool = True) -> None:
+    def __init__(
+        self,
+        device: torch.device | str,
+        layout: PoolLayout,
+        *,
+        keeps_restored: bool = True,
+        scratch_pages: int = 0,
+    ) -> None:
         """Allocates the pages. Raises TierMemoryError, a ValueError, if a tier's memory cannot be allocated."""
-        self.layout, self._keeps_restored = layout, keeps_restored
-        self.device_pages = _device_memory(layout.device_pages * layout.page_bytes, torch.device(device))
-        self.device = self.device_pages.device
+        self.layout, self._keeps_restored, self.scratch_pages = layout, keeps_restored, scratch_pages
+        self.arena = _device_memory((layout.device_pages + scratch_pages) * layout.page_bytes, torch.device(device))
+        self.device_pages = self.arena[: layout.device_pages * layout.page_bytes]
+        self.device = self.arena.device
         self.host_pages = _host_memory(layout.host_pages * layout.page_bytes, self.device)
         self.heads = torch.zeros(2, dtype=torch.int64, device=self.device)
         self.tails = torch.zeros(2, dtype=torch.int64, device=self.device)
@@ -142,21 +160,26 @@ class PagePool:
         self.counters = torch.zeros(len(Counter), dtype=torch.int64, device=self.device)
         self.generation = -1
         self._no_reserve = torch.zeros(len(Priority), dtype=torch.int64, device=self.device)
-        self._tables = PageTables(layout, self.device)
+        self._tables = PageTables(layout, self.device, has_places=scratch_pages > 0)
         # Owned by the pool, so that stashes that use the pool in turn can share the buffers.
         self.restored = RestoredMemory(self.device, is_kept=keeps_restored and self.device.type == "cpu")
         self.reset()
 
     def __reduce__(self) -> Any:
         """Makes deepcopy and pickle create a pool of the same size with separate memory and only free pages."""
-        return partial(PagePool, keeps_restored=self._keeps_restored), (str(self.device), self.layout)
+        make = partial(PagePool, keeps_restored=self._keeps_restored, scratch_pages=self.scratch_pages)
+        return make, (str(self.device), self.layout)
 
     @property
     def num_bytes(self) -> dict[str, int]:
-        """Memory sizes in bytes by name: device_pages, host_pages, and tables, which includes all other memory."""
+        """Memory sizes in bytes by name: device_pages, host_pages, scratch, and tables, which includes the rest."""
         records = (self.heads, self.tails, self.ring, self.counters, self._no_reserve)
-        tables = self._tables.num_bytes + sum(record.nbytes for record in records)
-        return {"device_pages": self.device_pages.nbytes, "host_pages": self.host_pages.nbytes, "tables": tables}
+        return {
+            "device_pages": self.device_pages.nbytes,
+            "host_pages": self.host_pages.nbytes,
+            "scratch": self.arena.nbytes - self.device_pages.nbytes,
+            "tables": self._tables.num_bytes + sum(record.nbytes for record in records),
+        }
 
     def reset(self) -> None:
         """Frees all pages in their initial order, clears the counters and invalidates open groups. Allocates nothing.
@@ -186,7 +209,8 @@ class PagePool:
         if self.is_in_graphs:
             raise RuntimeError("cannot close the pool: a CUDA graph that uses its pages is alive; delete it first")
         self.reset()
-        self.device_pages, self.host_pages = self.device_pages.new_empty(0), self.host_pages.new_empty(0)
+        self.arena, self.host_pages = self.arena.new_empty(0), self.host_pages.new_empty(0)
+        self.device_pages = self.arena
 
     def open_group(self, specs: Sequence[TensorSpec], *, is_fixed: bool = False) -> PageGroup:
         """Reserves table entries for tensors that are planned together. Raises ValueError if specs is empty.
@@ -202,14 +226,19 @@ class PagePool:
             return self._tables.open_fixed_group(specs, self.generation)
         return self._tables.open_group(specs, self.generation)
 
-    def plan(self, group: PageGroup, num_rows: Tensor, *, reserve: Tensor | None = None) -> None:
+    def plan(
+        self, group: PageGroup, num_rows: Tensor, *, reserve: Tensor | None = None, in_pages: bool = False
+    ) -> None:
         """Allocates pages for tensors, the most important first, or marks tensors as dropped.
 
         num_rows: [1], int64, on the device: live tokens. reserve: [3], int64, on the device: for each priority, the
-        pages that must remain free after a tensor of this priority received pages; zeros if omitted. Raises ValueError
-        for other shapes and dtypes.
+        pages that must remain free after a tensor of this priority received pages; zeros if omitted. in_pages: whether
+        rows_in_pages will be called. Raises ValueError for other shapes and dtypes, and for tensors without gaps that
+        do not fit the scratch.
         """
         self._check_fresh(group)
+        if in_pages:
+            self._check_scratch(group)
         reserve = self._no_reserve if reserve is None else reserve
         for name, tensor, length in (("num_rows", num_rows, 1), ("reserve", reserve, len(Priority))):
             if tensor.shape != (length,) or tensor.dtype != torch.int64 or tensor.device != self.device:
@@ -225,8 +254,34 @@ class PagePool:
                 table=group.slab.table,
                 held=group.slab.held,
                 counters=self.counters,
+                places=group.slab.places if in_pages else None,
                 layout=self.layout.numbers,
                 tensors=call.tensors,
+                scratch=call.scratch if in_pages else [],
+            )
+
+    def rows_in_pages(self, group: PageGroup, index: int, dtype: torch.dtype) -> PagedRows:
+        """Returns where kernels find the rows of a tensor, [max_rows, row_bytes / itemsize], planned in pages."""
+        placed = group.tensors[index]
+        spec, places = placed.spec, group.slab.places
+        assert places is not None, "planned in pages"
+        table = places[placed.table_start : placed.table_start + self.layout.pages_for(spec.max_bytes)]
+        width = spec.row_bytes // dtype.itemsize
+        return PagedRows(self.arena.view(dtype), table, self.layout.page_bytes, spec.max_rows, width)
+
+    def scratch_of(self, group: PageGroup, index: int) -> Tensor:
+        """Returns the scratch of a tensor: [max_rows * row_bytes], uint8."""
+        call = next(call for call in group.calls if index in call.indices)
+        start = call.scratch[call.indices.index(index)] * self.layout.page_bytes
+        return self.arena[start : start + group.tensors[index].spec.max_bytes]
+
+    def _check_scratch(self, group: PageGroup) -> None:
+        specs = [placed.spec for placed in group.tensors]
+        needed = sum(self.layout.pages_for(spec.max_bytes) for spec in specs)
+        if needed > self.scratch_pages or any(spec.pitch_bytes != spec.row_bytes for spec in specs):
+            raise ValueError(
+                f"scratch_pages ({self.scratch_pages}) must be at least {needed} to compute these tensors in pages, "
+                f"and their rows without gaps: {specs}"
             )
 
     def check_count(self, num_rows: Tensor, max_rows: int) -> None:
@@ -237,8 +292,10 @@ class PagePool:
         is_bad = (num_rows < 0).logical_or_(num_rows > max_rows)
         self.counters[Counter.VOID : Counter.BAD_COUNT + 1].add_(is_bad)
 
-    def stash(self, group: PageGroup, sources: Sequence[Tensor], *, num_programs: int = 0) -> None:
-        """Copies live rows into the group's pages.
+    def stash(
+        self, group: PageGroup, sources: Sequence[Tensor], *, num_programs: int = 0, host_only: bool = False
+    ) -> None:
+        """Copies live rows into the group's pages, or into those on the host.
 
         sources: in the order of the specs, each [>= (max_rows - 1) * pitch_bytes + row_bytes], uint8, on the device:
         the memory starting at a tensor's first byte. num_programs: upper limit of the grid on a GPU, 0 for the default.
@@ -256,10 +313,13 @@ class PagePool:
                 layout=self.layout.numbers,
                 tensors=call.tensors,
                 num_programs=num_programs,
+                host_only=host_only,
             )
 
-    def restore(self, group: PageGroup, targets: Sequence[Tensor], *, num_programs: int = 0) -> None:
-        """Copies live rows out of the group's pages. All other bytes of the targets remain unchanged.
+    def restore(
+        self, group: PageGroup, targets: Sequence[Tensor], *, num_programs: int = 0, host_only: bool = False
+    ) -> None:
+        """Copies live rows out of the group's pages, or of those on the host. Other bytes remain unchanged.
 
         targets: like the sources of stash, [bytes], uint8. Raises ValueError for targets of the wrong size, dtype or
         device.
@@ -276,6 +336,7 @@ class PagePool:
                 layout=self.layout.numbers,
                 tensors=call.tensors,
                 num_programs=num_programs,
+                host_only=host_only,
             )
 
     def release(self, group: PageGroup) -> None:
@@ -424,12 +485,14 @@ class _Room:
 class TableSlab:
     """A page table and its records, on the device, and the groups that have space in them.
 
-    table: [entries], int64; held: [slots, len(Held)], int64. Returned space is reused undivided by the next group of
+    table: [entries], int64; places: the same, or None if nothing is computed in pages; held: [slots, len(Held)], int64.
+    Returned space is reused undivided by the next group of
     the same size, which waits for the events that were returned with it. waits: events that must complete before unused
     space is used, from groups that were closed before the slab was last empty.
     """
 
     table: Tensor
+    places: Tensor | None
     held: Tensor
     used: _Room = _Room(0, 0, 0, 0)
     open_groups: set[PageGroup] = field(default_factory=set)
@@ -467,9 +530,8 @@ class TableSlab:
 class PageTables:
     """Page tables of one pool, in slabs. A slab is added when no space is left. Slabs are never freed."""
 
-    def __init__(self, layout: PoolLayout, device: torch.device) -> None:
-        self.layout = layout
-        self.device = device
+    def __init__(self, layout: PoolLayout, device: torch.device, *, has_places: bool) -> None:
+        self.layout, self.device, self._has_places = layout, device, has_places
         self.slabs: list[TableSlab] = []
         # Groups of CUDA graphs, kept as long as the graphs exist.
         self._fixed: weakref.WeakSet[PageGroup] = weakref.WeakSet()
@@ -478,7 +540,7 @@ class PageTables:
     def num_bytes(self) -> int:
         """Size of all slabs in bytes."""
         slabs = [*self.slabs, *(group.slab for group in self._fixed)]
-        return sum(slab.table.nbytes + slab.held.nbytes for slab in slabs)
+        return sum((1 + self._has_places) * slab.table.nbytes + slab.held.nbytes for slab in slabs)
 
     @property
     def has_fixed_groups(self) -> bool:
@@ -548,7 +610,7 @@ class PageTables:
     def _slab(self, num_entries: int, num_slots: int) -> TableSlab:
         table = torch.zeros(max(1, num_entries), dtype=torch.int64, device=self.device)
         held = torch.zeros(max(1, num_slots), len(Held), dtype=torch.int64, device=self.device)
-        return TableSlab(table, held)
+        return TableSlab(table, torch.zeros_like(table) if self._has_places else None, held)
 
 
 # The layers of a model have few sizes and reuse the same space, so that the host computes each only once.
@@ -569,13 +631,17 @@ def _placement_of(
     Returns the calls of operators too, each with at most MAX_TENSORS tensors, sorted by priority, then by their given
     order.
     """
-    placed = []
+    placed, scratch, first_entry = [], [], start
     for index, spec in enumerate(specs):
         placed.append(PlacedTensor(spec, start, slot + index))
+        scratch.append(layout.device_pages + start - first_entry)
         start += layout.pages_for(spec.max_bytes)
     order = planning_order(specs)
     chunks = [order[first : first + MAX_TENSORS] for first in range(0, len(order), MAX_TENSORS)]
-    return placed, [OperatorCall(chunk, encode_tensors(placed[index] for index in chunk)) for chunk in chunks]
+    return placed, [
+        OperatorCall(chunk, encode_tensors(placed[index] for index in chunk), [scratch[index] for index in chunk])
+        for chunk in chunks
+    ]
 
 
 class RestoredMemory:

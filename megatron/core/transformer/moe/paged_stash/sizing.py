@@ -56,6 +56,16 @@ class StashSettings(Protocol):
     moe_paged_stash_buffer_bytes: int | None
     moe_paged_stash_prefetch_layers: int
 
+    @property
+    def stash_computes_in_pages(self) -> bool:
+        """Whether experts compute in the pages of the stash."""
+        ...
+
+    @property
+    def captures_experts(self) -> bool:
+        """Whether CUDA graphs capture parts of layers that contain experts."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepNeeds:
@@ -122,21 +132,34 @@ def step_needs(config: StashSettings, events: Sequence[StashEvent], *, max_rows:
 
 
 def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
-    """Returns specs of the tensors that a layer's experts save for `rows` rows: x, routing weights and gate_up.
+    """Returns specs of the tensors that a layer's experts save in pages for `rows` rows: x and gate_up.
 
-    Routing weights are fp32. Each adapter also saves its input rows times its first matrix.
+    Experts whose rows are copied also save routing weights, fp32, and the input rows of each adapter times its first
+    matrix.
     """
     itemsize = config.params_dtype.itemsize
     ffn = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
-    widths = [
-        (config.hidden_size * itemsize, Priority.INPUT),
-        (torch.float32.itemsize, Priority.INPUT),
-        (ffn * (2 if config.gated_linear_unit else 1) * itemsize, Priority.GATE_UP),
-    ]
-    if config.lora_rank is not None:
+    x = config.hidden_size * itemsize, Priority.INPUT
+    gate_up = ffn * (2 if config.gated_linear_unit else 1) * itemsize, Priority.GATE_UP
+    widths = [x, gate_up] if config.stash_computes_in_pages else [x, (torch.float32.itemsize, Priority.INPUT), gate_up]
+    if config.lora_rank is not None and not config.stash_computes_in_pages:
         low = (config.lora_rank * itemsize, Priority.INPUT)
         widths += [low for name in ("linear_fc1", "linear_fc2") if name in config.lora_target_modules]
     return tuple(TensorSpec(width, width, rows, priority) for width, priority in widths)
+
+
+def prefetch_groups(config: StashSettings) -> int:
+    """Returns the number of groups whose rows are restored, and their pages released, ahead of their backward."""
+    # Rows are not restored from the pages in which experts compute, and a graph that holds a part of one layer cannot
+    # restore the rows of another layer.
+    is_alone = config.stash_computes_in_pages or config.captures_experts
+    return 0 if is_alone else config.moe_paged_stash_prefetch_layers
+
+
+def scratch_pages(config: StashSettings, needs: StepNeeds) -> int:
+    """Returns the pages in which experts compute rows that have no pages on the device; 0 if rows are copied."""
+    unit = PoolLayout(needs.page_bytes, device_pages=1)
+    return sum(unit.pages_for(spec.max_bytes) for spec in needs.specs) if config.stash_computes_in_pages else 0
 
 
 def multiple(factor: float, count: int) -> int:
@@ -365,7 +388,7 @@ def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayo
         needs.events,
         lambda group: one_group,
         layout=layout,
-        prefetch_groups=config.moe_paged_stash_prefetch_layers,
+        prefetch_groups=prefetch_groups(config),
     )
 
 

@@ -28,6 +28,7 @@ from collections import Counter as Multiset
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -37,6 +38,7 @@ from torch import Tensor
 from megatron.core.autograd import require_kept
 from megatron.core.device.streams import main_waits_for
 from megatron.core.device.torch_internals import Hooks, active_hooks, current_backward_id
+from megatron.core.paged_rows import PagedRows, Rows, memory_of
 from megatron.core.transformer.moe.paged_stash.arithmetic import (
     Footprint,
     ReserveRow,
@@ -132,6 +134,9 @@ class PagedStash:
     3. Marked tensors without pages are recomputed. If an x received no pages, the step is discarded (stash overflow).
     4. `reset` between steps frees all pages and learns the order of the step for the next one.
 
+    With computes_in_pages, groups that call `begin` and `StashedRows.place` receive their pages before their forward,
+    compute in them, and are not copied, except for rows that receive pages on the host.
+
     Restored rows beyond the live ones are undefined. Backward must not read them.
     """
 
@@ -146,6 +151,7 @@ class PagedStash:
         has_rungs: bool = True,
         specs: Sequence[TensorSpec] = (),
         streams: StashStreams | None = None,
+        computes_in_pages: bool = False,
     ) -> None:
         """Creates a stash that stores rows in the pages of `pool`.
 
@@ -157,9 +163,12 @@ class PagedStash:
         without one. Smaller values guarantee nothing, and 0 reserves nothing; see Reserve. has_rungs: whether gate_up
         and act have recompute levels, i.e. are dropped and recomputed if pages run out; otherwise they are as important
         as x. specs: tensor sizes of each group in `events`, if they are known before the first step. streams: the
-        streams of the stash that this stash replaces, on the pool's device; None creates new streams. Raises ValueError
-        for invalid arguments.
+        streams of the stash that this stash replaces, on the pool's device; None creates new streams.
+        computes_in_pages: whether groups that `place` their tensors compute in pages; requires a pool with scratch.
+        Raises ValueError for invalid arguments.
         """
+        if computes_in_pages and not pool.scratch_pages:
+            raise ValueError("computes_in_pages is True, but the pool has no scratch: build it with scratch_pages")
         for argument, number in (("prefetch_groups", prefetch_groups), ("num_programs", num_programs)):
             if not is_whole(number) or number < 0:
                 raise ValueError(f"{argument} ({number!r}) must be an integer of at least 0")
@@ -176,7 +185,9 @@ class PagedStash:
             "num_programs": num_programs,
             "has_rungs": has_rungs,
             "specs": tuple(specs),
+            "computes_in_pages": computes_in_pages,
         }
+        self.computes_in_pages = computes_in_pages
         self.pool, self.order = pool, StashOrder(events)
         self._prefetch_groups, self.has_rungs = prefetch_groups, has_rungs
         self._keeper = PageKeeper(pool, num_programs=num_programs, streams=streams or StashStreams.on(pool.device))
@@ -203,14 +214,15 @@ class PagedStash:
         if "_unbound" in self.__dict__:
             return _unbound, (type(self), *self.__dict__["_unbound"])
         settings = {**self._settings, "reserved_share": self.reserved_share}
-        return _unbound, (type(self), str(self.pool.device), self.pool.layout, settings)
+        make_pool = partial(PagePool, str(self.pool.device), self.pool.layout, scratch_pages=self.pool.scratch_pages)
+        return _unbound, (type(self), make_pool, settings)
 
     def __getattr__(self, name: str) -> Any:
         """Allocates the pool of a copy when the copy is first used."""
         if "_unbound" not in self.__dict__ or name.startswith("__"):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
-        device, layout, settings = self.__dict__["_unbound"]
-        pool = PagePool(device, layout)
+        make_pool, settings = self.__dict__["_unbound"]
+        pool = make_pool()
         del self.__dict__["_unbound"]
         PagedStash.__init__(self, pool, **settings)
         return getattr(self, name)
@@ -480,22 +492,16 @@ class PagedStash:
         may_change: whether the caller may change num_rows before the group's backward.
         """
         with self._keeper.exclusive():
-            part, memories = self._part, []
+            memories = []
             count = num_rows if isinstance(num_rows, Tensor) and not may_change else None
-            if part is None and group.phase is Phase.RECORDING:
-                self._learn(group.event, stored.specs, max_rows=max_rows)
-            if part is not None and part.group is not None:
-                raise RuntimeError(
-                    f"{part.group.name} and {group.event.name} are in one captured part: a part can contain only one "
-                    "expert group"
-                )
+            self._enter(group, stored.specs, max_rows=max_rows)
             if stored.blocks:
                 memories = self._keeper.stash(
                     group,
                     stored,
                     num_rows=_count_tensor(num_rows, self.pool.device) if count is None else count,
-                    reserve=self._reserve_of(group.event) if part is None else part.reserve,
-                    is_captured=part is not None,
+                    reserve=self._pages_to_leave(group),
+                    is_captured=self._part is not None,
                 )
             else:
                 group.phase = Phase.KEPT
@@ -503,14 +509,54 @@ class PagedStash:
                     # An invalid number discards the step. Ints were checked before. Runs on the main stream, which
                     # waited for all plans when the group began.
                     self.pool.check_count(_count_tensor(num_rows, self.pool.device), max_rows)
-            if part is None:
-                self.order.observe(group.event)
-                self._groups[group.event.group] = group
-            else:
-                # Recomputations of dropped tensors may read other tensors that the forward created.
-                kept = (group.pages, *stored.recomputations) if stored.blocks else ()
-                part.group = CapturedGroup(group.event.name, stored.specs, max_rows, kept)
+            # Recomputations of dropped tensors may read other tensors that the forward created.
+            self._leave(group, stored.specs, kept=tuple(stored.recomputations), max_rows=max_rows)
             return memories
+
+    def _place(
+        self, group: GroupMemory, specs: Sequence[TensorSpec], dtype: torch.dtype, *, num_rows: Tensor, max_rows: int
+    ) -> list[PagedRows]:
+        """Allocates pages in which a group's forward computes its tensors; `_placed` ends that forward."""
+        with self._keeper.exclusive():
+            self._enter(group, specs, max_rows=max_rows)
+            pages = self._keeper.place(
+                group,
+                specs,
+                num_rows=num_rows,
+                reserve=self._pages_to_leave(group),
+                is_captured=self._part is not None,
+            )
+            return [self.pool.rows_in_pages(pages.group, index, dtype) for index in range(len(specs))]
+
+    def _placed(
+        self, group: GroupMemory, specs: Sequence[TensorSpec], *, num_rows: Tensor, max_rows: int, kept: Any
+    ) -> None:
+        with self._keeper.exclusive():
+            self._keeper.spill(group, num_rows=num_rows)
+            self._leave(group, specs, kept=(kept,), max_rows=max_rows)
+
+    def _enter(self, group: GroupMemory, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
+        """Records the sizes of a group before it receives pages."""
+        part = self._part
+        if part is None and group.phase is Phase.RECORDING:
+            self._learn(group.event, specs, max_rows=max_rows)
+        if part is not None and part.group is not None:
+            raise RuntimeError(
+                f"{part.group.name} and {group.event.name} are in one captured part: a part can contain only one "
+                "expert group"
+            )
+
+    def _pages_to_leave(self, group: GroupMemory) -> Tensor | None:
+        return self._reserve_of(group.event) if self._part is None else self._part.reserve
+
+    def _leave(self, group: GroupMemory, specs: Sequence[TensorSpec], *, kept: tuple[Any, ...], max_rows: int) -> None:
+        """Adds a forward to the step, or to the captured part, which keeps `kept` alive."""
+        if self._part is None:
+            self.order.observe(group.event)
+            self._groups[group.event.group] = group
+        else:
+            kept = () if group.pages is None else (group.pages, *kept)
+            self._part.group = CapturedGroup(group.event.name, specs, max_rows, kept)
 
     def _next_forward(self, name: str) -> StashEvent:
         is_counted = self._num_forwards < _MAX_FORWARDS
@@ -544,28 +590,43 @@ class PagedStash:
         if not group.has_backward_begun or group.phase not in _SETTLED:
             with self._keeper.exclusive():
                 if group.phase is Phase.LOST:
-                    raise RuntimeError(
-                        f"cannot run backward of the expert group {group.event.name!r}: its forward raised an exception"
-                    )
+                    raise _lost(group)
                 if group.phase is not Phase.RECORDING:
                     self._reach(group)
         # The backward of this tensor may run on another stream than the backward of the group's first tensor.
         main_waits_for(group.ready, self.pool.device)
 
-    def _reach(self, group: GroupMemory) -> None:
-        """Restores a group whose backward has begun, and prefetches the groups that run backward next."""
+    def _reach_placed(self, group: GroupMemory, again: Callable[[Tensor], None] | None) -> None:
+        """Makes the rows of a group that was computed in pages readable in its backward."""
+        with self._keeper.exclusive():
+            if group.phase is Phase.LOST:
+                raise _lost(group)
+            self._begin_backward(group)
+            self._keeper.fetch(group, again)
+
+    def _give_back(self, group: GroupMemory) -> None:
+        with self._keeper.exclusive():
+            self._keeper.give_back(group)
+
+    def _begin_backward(self, group: GroupMemory) -> bool:
+        """Adds a backward to the step. Returns whether it is the first access to the group in a valid step."""
         is_first = not group.has_backward_begun and group.generation == self._keeper.generation
         group.has_backward_begun = True
-        backward = StashEvent(EventKind.BACKWARD, *group.event.group)
         if is_first:
             self._keeper.join()  # as in _open: backward writes to memory that autograd released
             if self._part is None:
-                self.order.observe(backward)
+                self.order.observe(StashEvent(EventKind.BACKWARD, *group.event.group))
+        return is_first
+
+    def _reach(self, group: GroupMemory) -> None:
+        """Restores a group whose backward has begun, and prefetches the groups that run backward next."""
+        is_first = self._begin_backward(group)
         if group.phase is Phase.STASHED:
             self._keeper.start_restore(group, is_awaited=True)
         if is_first and self._part is None:
             # Launched before the main stream waits and recomputes dropped tensors, because these copies depend on
             # neither.
+            backward = StashEvent(EventKind.BACKWARD, *group.event.group)
             self._prefetch(self.order.upcoming_backwards(backward, self._prefetch_groups))
         if group.phase is Phase.RESTORING:
             self._keeper.finish_restore(group)
@@ -577,8 +638,17 @@ class PagedStash:
                 self._keeper.start_restore(group)
 
 
+def _lost(group: GroupMemory) -> RuntimeError:
+    return RuntimeError(
+        f"cannot run backward of the expert group {group.event.name!r}: its forward raised an exception"
+    )
+
+
 class StashedRows:
     """The row tensors of one expert group, which its owner passes to `save` and reads back with `read`.
+
+    If `place` returns pages, the owner computes the tensors in them. It then also calls `add_reader` for each product
+    that reads them after `read`, and the pages are released once `done` was called for `read` and each of these.
 
     Use it as a context manager around the group's forward: an exception marks the step as incomplete. No one may write
     to the tensors after `save`: copies into pages may still be reading them, and changes are not detected.
@@ -589,23 +659,58 @@ class StashedRows:
         self._stash, self._group, self._num_rows, self._max_rows = stash, group, num_rows, max_rows
         self._kept: list[Tensor] = []
         self._restored: list[tuple[StorageView, RestoredBlock]] = []
+        self._placed: list[PagedRows] = []
+        self._specs: list[TensorSpec] = []
+        self._again: Callable[[Tensor], None] | None = None
+        self._readers = 0
         self._is_saved = False
         # Whether `save` accepts a recomputation of gate_up, which then requires bit-identical kernels.
         self.may_recompute = stash.has_rungs
 
+    def place(self, widths: tuple[int, int], dtype: torch.dtype) -> tuple[PagedRows, PagedRows] | None:
+        """Allocates pages for x and gate_up, [C, W] each; call it before their forward.
+
+        widths: W of both. Returns None if the caller must compute in memory of its own: the group's backward follows
+        immediately, or the stash copies rows. Rows that receive no pages, or pages on the host, are in a scratch that
+        the next group overwrites.
+        """
+        group = self._group
+        if not self._stash.computes_in_pages or group.phase is not Phase.RECORDING:
+            return None
+        priorities = Priority.INPUT, Priority.GATE_UP if self.may_recompute else Priority.INPUT
+        self._specs = [
+            row_spec(width * dtype.itemsize, self._max_rows, priority) for width, priority in zip(widths, priorities)
+        ]
+        self._placed = self._stash._place(group, self._specs, dtype, num_rows=self._num_rows, max_rows=self._max_rows)
+        x, gate_up = self._placed
+        return x, gate_up
+
     def save(
-        self, inputs: Sequence[Tensor], gate_up: Tensor, *, recompute: Callable[..., None] | None, num_sources: int
+        self, inputs: Sequence[Rows], gate_up: Rows, *, recompute: Callable[..., None] | None, num_sources: int
     ) -> None:
         """Stores the live rows of tensors; call it once, at the end of the group's forward.
 
-        inputs: [C] or [C, W], any dtype, and gate_up: [C, W], all contiguous and at the start of their storage.
-        recompute: writes the live rows of gate_up again, as in StashGroup.mark, with
+        inputs: [C] or [C, W], any dtype, and gate_up: [C, W], all contiguous and at the start of their storage; or the
+        result of `place`. recompute: writes the live rows of gate_up again, as in StashGroup.mark, with
         the first num_sources inputs as sources; None stores gate_up like an input. Raises ValueError for other tensors,
         and RuntimeError in a second call.
         """
         if self._is_saved:
             raise RuntimeError(f"{self._group.event.name!r}: rows were saved already; call begin once for each forward")
-        stash, group, tensors = self._stash, self._group, [*inputs, gate_up]
+        if self._placed:
+            if list(map(id, (*inputs, gate_up))) != list(map(id, self._placed)):
+                raise ValueError(
+                    f"{self._group.event.name!r} was placed in pages: save must receive what place returned"
+                )
+            if recompute is not None:
+                x, out = self._placed
+                self._again = lambda needed: recompute(out, needed, x)
+            self._is_saved = True
+            self._stash._placed(
+                self._group, self._specs, num_rows=self._num_rows, max_rows=self._max_rows, kept=self._again
+            )
+            return
+        stash, group, tensors = self._stash, self._group, [memory_of(one) for one in (*inputs, gate_up)]
         stored, views = NOTHING, [StorageView.of(tensor) for tensor in tensors]
         for view, tensor in zip(views, tensors):
             if view.offset or not view.size or view.size[0] != self._max_rows or not tensor.is_contiguous():
@@ -631,20 +736,41 @@ class StashedRows:
         else:
             self._kept = tensors
 
-    def read(self, *, keep: bool) -> list[Tensor]:
+    def read(self, *, keep: bool) -> list[Rows]:
         """Returns the tensors that were passed to `save`, [C, *], any dtype, gate_up last.
 
-        Rows beyond the live ones are undefined. Call it once in each backward. keep: whether another backward follows.
-        Raises RuntimeError if the previous call did not keep them, or if the rows were still in pages at a reset.
+        Rows beyond the live ones are undefined. Call it once in each backward. keep: whether another backward follows,
+        for which rows in pages are not kept. Raises RuntimeError if the previous call did not keep them, or if the rows
+        were still in pages at a reset.
         """
         if not self._is_saved:
             raise RuntimeError(f"{self._group.event.name!r}: rows were not saved; call save in forward")
+        if self._placed:
+            if self._group.phase is Phase.READY:
+                raise RuntimeError(
+                    f"cannot run backward of the expert group {self._group.event.name!r} a second time: its pages were "
+                    "released at the end of the first; run with --moe-paged-stash-compute copies (from Python: "
+                    "computes_in_pages=False), or run the forward again"
+                )
+            self._stash._reach_placed(self._group, self._again)
+            self._again, self._readers = None, 1
+            return [*self._placed]
         require_kept(self._kept or self._restored)
         self._stash._settle(self._group)
         tensors = self._kept or [view.over(memory.bytes, memory.first_byte) for view, memory in self._restored]
         if not keep:
             self._kept, self._restored = [], []
-        return tensors
+        return [*tensors]
+
+    def add_reader(self) -> None:
+        """Adds a product that will read the rows, and then call `done`."""
+        self._readers += 1
+
+    def done(self) -> None:
+        """Ends the work of one reader. After the last one the pages of rows that were placed are released."""
+        self._readers -= 1
+        if self._placed and self._readers == 0:
+            self._stash._give_back(self._group)
 
     def __enter__(self) -> "StashedRows":
         return self
@@ -661,10 +787,10 @@ def _is_recomputed(hooks: Hooks | None) -> bool:
     return current_backward_id() != -1
 
 
-def _unbound(kind: type[PagedStash], device: str, layout: PoolLayout, settings: dict[str, Any]) -> PagedStash:
+def _unbound(kind: type[PagedStash], make_pool: Callable[[], PagePool], settings: dict[str, Any]) -> PagedStash:
     """Builds a copy of a stash whose pool is not allocated yet."""
     copy = kind.__new__(kind)
-    copy.__dict__["_unbound"] = device, layout, settings
+    copy.__dict__["_unbound"] = make_pool, settings
     return copy
 
 
