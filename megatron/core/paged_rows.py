@@ -1,7 +1,7 @@
 """PagedRows: rows that are stored in pages of an arena, as operands of operators that read and write them there.
 
-A kernel for GPUs finds each page of a tile by its position in the table. The CPU versions of operators compute on a view
-of the arena where the pages are adjacent in memory. Otherwise they read the rows into new memory, and write them back.
+A kernel for GPUs finds each page of a tile by its position in the table. Where the pages are adjacent in memory, the CPU
+versions of operators compute on a view of the arena. Otherwise they read the rows into new memory, and write them back.
 Both give the same bits, because a view and new memory have the same strides and alignment.
 """
 

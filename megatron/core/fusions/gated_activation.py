@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron.core.activations import ACTIVATIONS, QUICK_GELU_GAIN, Activation, Curve
 from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.operator_library import Register, operator
-from megatron.core.paged_rows import PagedRows, Rows, memory_of, num_rows_of, paging, paging_schema, read_sync
+from megatron.core.paged_rows import PagedRows, Rows, memory_of, paging, paging_schema, read_sync
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Launchers, which have the operators' names.

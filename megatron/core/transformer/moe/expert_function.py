@@ -14,10 +14,10 @@ is computed again, as in tensor_parallel/activated_product.py. It is one functio
 a layer's kernels faster than they run, and because a function that owns its tensors frees each after its last use, and
 passes a stash exactly the tensors to store, without hooks on saved tensors.
 
-[Note: rows in pages] A stash may have the function compute rows and gate_up in its pages, so that nothing is copied: the
-gather writes rows there, fc1 reads rows and writes gate_up, and in backward the activation and the weight gradient of fc1
-read them. The pages are released after the last of these. The scale, a number for each row, is then held as without a
-stash, and the low-rank products are computed again.
+[Note: rows in pages] A stash may have the function compute rows and gate_up in its pages, so that nothing is copied.
+The gather writes rows there, fc1 reads rows and writes gate_up, and in backward the activation and the weight gradient
+of fc1 read them. The pages are released after the last of these. The scale, a number for each row, is then held as
+without a stash, and the low-rank products are computed again.
 
 [Note: dropped gate_up] If a stash runs out of pages, it drops gate_up, which backward then computes again from the
 rows. The result is bit-identical, because the recomputation runs the same operations in the same order as the forward.
@@ -42,7 +42,7 @@ from megatron.core.autograd import (
 )
 from megatron.core.device.torch_internals import active_hooks, graph_is_kept
 from megatron.core.fusions.gated_activation import GatedActivation
-from megatron.core.paged_rows import PagedRows, Rows, memory_of
+from megatron.core.paged_rows import PagedRows, Rows
 from megatron.core.tensor_parallel.weight_grads import hand_over
 from megatron.core.transformer.module import LayerParts, Run, run
 from megatron.core.transformer.moe.grouped_gemm import (
@@ -431,7 +431,7 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 @dataclass(slots=True)
 class _LinearGrads:
-    """Gradients of the input rows of fc1 or fc2, [R, I], and of the low-rank product rows A, [R, r]; None if not needed."""
+    """Gradients of the input rows of fc1 or fc2, [R, I], and of the low-rank product rows A, [R, r]; None if unneeded."""
 
     rows: Tensor | None = None
     low: Tensor | None = None

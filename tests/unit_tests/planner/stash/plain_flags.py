@@ -18,5 +18,7 @@ FLAGS = StashFlags(
     moe_paged_stash_buffer_size_factor_cpu=0.0,
     moe_paged_stash_buffer_bytes=None,
     moe_paged_stash_prefetch_layers=1,
+    stash_computes_in_pages=False,
+    captures_experts=False,
     moe_paged_stash_overflow_policy="recompute",
 )

@@ -13,8 +13,8 @@ byte i * page_bytes of device_pages [D * page_bytes] if i < D, else at byte (i -
     table         [entries], int64             page ids that tensors hold, in the dtype that torch indexes with
     held          [slots, 4], int64            one row per tensor; columns as in Held
     counters      [len(Counter)], int64
-    places        [entries], int64             parallel to `table`: where kernels that compute in pages find each page, as
-                                               a position in the arena of device pages and scratch
+    places        [entries], int64             parallel to `table`: where kernels that compute in pages find each page, a
+                                               position in the arena of device pages and scratch
     num_rows      [1], int64                   live tokens of the group
     reserve       [3], int64                   by priority: pages to leave free after allocating a tensor's pages
     layout        PoolLayout.numbers
@@ -31,9 +31,11 @@ then those of a scratch, which has space for all of its rows, so that kernels do
 copied from there.
 
 [Note: runs of pages] A tensor's live rows, without their gaps, are split into pages. Pages that are adjacent in memory
-form a run. plan prefers free pages that form one, in which the CPU computes without copies. A few runs are copied one by one, at the rate of a plain copy. After many groups have used a ring, its free
-pages are scattered. The full pages of a tier then move in one indexed copy, in the widest words that sizes and
-addresses allow: torch moves elements of 16 bytes at nearly the rate of a plain copy, but single bytes far more slowly.
+form a run. For a tensor that is computed in pages plan prefers free pages that form one, because the CPU computes there
+without copies, even if pages with lower ids are free. A few runs are copied one by one, at the rate of a plain copy.
+After many groups have used a ring, its free pages are scattered. The full pages of a tier then move in one indexed
+copy, in the widest words that sizes and addresses allow: torch moves elements of 16 bytes at nearly the rate of a plain
+copy, but single bytes far more slowly.
 """
 
 import importlib.util
@@ -121,14 +123,16 @@ def plan(
         )
         records.write(one.slot, [pages, rows, int(is_dropped), on_host])
         ids, on_device = table_ids[one.table_start : one.table_start + pages], pages - on_host
-        _bring_run_forward(free_ids[:device_pages], end[0], last[0], size=on_device)
+        is_computed = places is not None and scratch[index] >= 0
+        if is_computed:
+            _bring_run_forward(free_ids[:device_pages], end[0], last[0], size=on_device)
         for into, freed in _ring_parts(ids[:on_device], free_ids[:device_pages], position=end[0]):
             into[:] = freed
         for into, freed in _ring_parts(ids[on_device:], free_ids[device_pages:], position=end[1]):
             into[:] = freed
         end[0] += on_device
         end[1] += on_host
-        if places is not None and scratch[index] >= 0:
+        if places is not None and is_computed:
             needed = -(-rows * one.row_bytes // page_bytes)
             found = places.numpy()[one.table_start : one.table_start + needed]
             found[:] = range(scratch[index], scratch[index] + needed)

@@ -15,8 +15,8 @@ Kernels address both tiers, device memory and page-locked host memory, directly:
 its address. Storage without addresses, such as a file, could therefore not be a third tier.
 
 [Note: computed in pages] Experts may compute their rows in pages. The pool then also has scratch, pages that no tensor
-holds: the device's pages and the scratch are one arena, and `rows_in_pages` returns where the kernels find the rows of a
-tensor. See [Note: scratch] in cpu_kernels.py.
+holds. The device's pages and the scratch are one arena, and `rows_in_pages` returns where the kernels find the rows of
+a tensor. See [Note: scratch] in cpu_kernels.py.
 
 [Note: streams of a pool] Only methods named *_sync wait for the device. plan and stash may run on one stream while
 restore and release run on another: only plan advances the rings' heads, only release appends at their tails, and a

@@ -35,6 +35,7 @@ MOE: dict[str, Any] = {
     "moe_grouped_gemm": True,
     "moe_expert_rank_capacity_factor": 2.0,
     "moe_paged_stash": True,
+    "moe_paged_stash_compute": "copies",
 }
 BALANCED, FULL = 100, 200
 PAGE = 64 * 32 * 4
@@ -260,7 +261,7 @@ STAGES = {"pipeline_model_parallel_size": 2, "num_layers": 4, "pipeline_dtype": 
     ({"moe_layer_recompute": True}, "recompute_modules contains moe"),
     ({"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, "offload_modules contains moe_act"),
     ({"moe_layer_freq": [1, 0], "cpu_offloading_num_layers": 1}, "cpu_offloading_num_layers is 1, which offloads"),
-    ({"moe_paged_stash": False, "cpu": 0.5}, "factor_cpu is 0.5: requires moe_paged_stash"),
+    ({"moe_paged_stash": False, "moe_paged_stash_compute": None, "cpu": 0.5}, "factor_cpu is 0.5: requires moe_paged_stash"),
 ])  # fmt: skip
 def test_settings_that_make_no_sense_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
