@@ -1,8 +1,11 @@
 """PagedRows: rows that are stored in pages of an arena, as operands of operators that read and write them there.
 
-A kernel for GPUs finds each page of a tile by its position in the table. Where the pages are adjacent in memory, the CPU
-versions of operators compute on a view of the arena. Otherwise they read the rows into new memory, and write them back.
-Both give the same bits, because a view and new memory have the same strides and alignment.
+A kernel for GPUs finds each page of a tile by its position in the table. The CPU versions of operators compute on a
+view of the arena if the pages are adjacent in memory. Otherwise they read the rows into new memory, and write them
+back. Both give the same bits, because a view and new memory have the same strides and alignment.
+
+In the functions below, an operand is rows without pages, [C, W], or the arena of rows in pages with their table and
+sizes, [n], of any float dtype.
 """
 
 from collections.abc import Sequence
@@ -53,7 +56,7 @@ Rows = Tensor | PagedRows
 
 
 def memory_of(rows: Rows) -> Tensor:
-    """Returns the tensor that operators receive for rows: [C, W], or the arena."""
+    """Returns the tensor that operators receive for rows: [C, W], any dtype, or the arena, [n], same dtype."""
     return rows.arena if isinstance(rows, PagedRows) else rows
 
 
@@ -70,7 +73,7 @@ def paging_schema(name: str) -> str:
 
 
 def num_rows_of(memory: Tensor, sizes: Sequence[int]) -> int:
-    """Returns C of an operand: [C, W], or an arena with sizes."""
+    """Returns C of an operand: [C, W], any dtype, or an arena with sizes."""
     return sizes[1] if sizes else memory.shape[0]
 
 
@@ -78,7 +81,10 @@ def num_rows_of(memory: Tensor, sizes: Sequence[int]) -> int:
 
 
 def read_sync(memory: Tensor, table: Tensor | None, sizes: Sequence[int], *, num_rows: int) -> Tensor:
-    """Returns the first num_rows rows of an operand for reading, [num_rows, W], or all of one without pages."""
+    """Returns the first num_rows rows of an operand for reading: [num_rows, W], its dtype.
+
+    An operand without pages is returned as it is.
+    """
     if table is None:
         return memory
     rows = _view_sync(memory, table, sizes, num_rows=num_rows)
@@ -90,7 +96,10 @@ def read_sync(memory: Tensor, table: Tensor | None, sizes: Sequence[int], *, num
 
 
 def write_sync(memory: Tensor, table: Tensor | None, sizes: Sequence[int], *, num_rows: int) -> tuple[Tensor, bool]:
-    """Returns memory to write the first num_rows rows of an operand to, and whether `store_sync` must follow."""
+    """Returns memory for the first num_rows rows of an operand, and whether `store_sync` must follow.
+
+    The memory is [num_rows, W], the operand's dtype. An operand without pages is returned as it is.
+    """
     if table is None:
         return memory, False
     rows = _view_sync(memory, table, sizes, num_rows=num_rows)
@@ -98,7 +107,7 @@ def write_sync(memory: Tensor, table: Tensor | None, sizes: Sequence[int], *, nu
 
 
 def store_sync(rows: Tensor, memory: Tensor, table: Tensor, sizes: Sequence[int]) -> None:
-    """Copies rows, [R, W], into the pages of an operand."""
+    """Copies rows, [R, W], into the pages of an operand of the same dtype."""
     elements, pages = _pages_of(memory, sizes, num_rows=len(rows))
     flat, arena = rows.reshape(-1), memory.view(-1, elements)
     whole = flat.numel() // elements

@@ -24,7 +24,7 @@ class Layer:
 # The first pattern that matches a module's full name applies.
 LAYERS = (
     Layer(0, "package", r"megatron"),  # the version; imports nothing
-    Layer(0, "kernels", r"megatron\.core\.(activations|autograd|operator_library)"),  # torch alone
+    Layer(0, "kernels", r"megatron\.core\.(activations|autograd|operator_library|paged_rows)"),  # torch alone
     # torch and triton alone
     Layer(
         0,

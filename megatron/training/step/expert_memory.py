@@ -220,13 +220,13 @@ class ExpertMemory:
 
         tokens_per_rank: T of a microbatch. expert_ranks: number of ranks that share experts.
         """
-        assert config.moe_expert_rank_capacity_factor is not None, "dropless experts have no buffers of a fixed size"
         self.last_step: StepFigures | None = None
         self.epoch = 0
         self.release_graphs: Callable[[], None] = lambda: None
         layers = [layer for of_chunk in schedule.layers for layer in of_chunk]
         if config.moe_paged_stash:
             config = _without_pages_for_others(config, layers)
+        assert config.moe_expert_rank_capacity_factor is not None, "dropless experts have no buffers of a fixed size"
         self._schedule, self._config, self._tokens = schedule, config, tokens_per_rank
         self._device = default_device()
         self.step = ExpertStep(self._device)

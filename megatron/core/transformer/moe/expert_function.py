@@ -431,7 +431,7 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 @dataclass(slots=True)
 class _LinearGrads:
-    """Gradients of the input rows of fc1 or fc2, [R, I], and of the low-rank product rows A, [R, r]; None if unneeded."""
+    """Gradients of the input rows of fc1 or fc2, [R, I], and of the low-rank product rows A, [R, r], if needed."""
 
     rows: Tensor | None = None
     low: Tensor | None = None

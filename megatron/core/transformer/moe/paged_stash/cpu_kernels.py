@@ -13,8 +13,8 @@ byte i * page_bytes of device_pages [D * page_bytes] if i < D, else at byte (i -
     table         [entries], int64             page ids that tensors hold, in the dtype that torch indexes with
     held          [slots, 4], int64            one row per tensor; columns as in Held
     counters      [len(Counter)], int64
-    places        [entries], int64             parallel to `table`: where kernels that compute in pages find each page, a
-                                               position in the arena of device pages and scratch
+    places        [entries], int64             parallel to `table`: where kernels that compute in pages find each page,
+                                               a position in the arena of device pages and scratch
     num_rows      [1], int64                   live tokens of the group
     reserve       [3], int64                   by priority: pages to leave free after allocating a tensor's pages
     layout        PoolLayout.numbers

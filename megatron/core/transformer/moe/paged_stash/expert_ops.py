@@ -113,7 +113,10 @@ class _GroupedGemm(PlainFunction):
 
 
 def multiply_rows(x: Rows, weight: Tensor, *, offsets: Tensor, out: Rows) -> None:
-    """Calls the operator grouped_gemm, whose operands may be in pages."""
+    """Calls the operator grouped_gemm, whose operands may be in pages.
+
+    x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype.
+    """
     places = {**paging("x", x), **paging("out", out)}
     ops.grouped_gemm(memory_of(x), weight, offsets=offsets, out=memory_of(out), **places)
 
@@ -285,7 +288,10 @@ class _AddExpertBias(PlainFunction):
 
 
 def add_bias_to(rows: Rows, bias: Tensor, *, scale: Tensor | None, offsets: Tensor, share: float) -> None:
-    """Calls the operator add_expert_bias, whose rows may be in pages."""
+    """Calls the operator add_expert_bias, whose rows may be in pages.
+
+    rows: [C, O], float dtype; bias: [e, O], the rows' dtype; scale: [C], any float dtype, or None.
+    """
     places = paging("rows", rows)
     ops.add_expert_bias(memory_of(rows), bias, scale=scale, offsets=offsets, share=share, **places)
 
@@ -389,7 +395,10 @@ class _AddLowRank(PlainFunction):
 def add_low_rank_to(
     rows: Rows, low: Tensor, *, weight: Tensor, offsets: Tensor, scale: float, needed: Tensor | None = None
 ) -> None:
-    """Calls the operator add_low_rank, whose rows may be in pages."""
+    """Calls the operator add_low_rank, whose rows may be in pages.
+
+    rows: [C, O]; low: [C, r]; weight: [e, r, O]; one float dtype. needed: [1], int64, or None.
+    """
     places = paging("rows", rows)
     ops.add_low_rank(memory_of(rows), low, weight=weight, offsets=offsets, scale=scale, needed=needed, **places)
 

@@ -261,7 +261,10 @@ class PageKeeper:
         reserve: Tensor | None,
         is_captured: bool,
     ) -> GroupPages:
-        """Allocates pages in which the group's kernels then compute its tensors. Arguments as in `stash`."""
+        """Allocates pages in which the group's kernels then compute its tensors.
+
+        num_rows: [1], int64; reserve: [3], int64, or None; is_captured: as in `stash`.
+        """
         pages = GroupPages(self.pool.open_group(specs, is_fixed=is_captured), self.generation, computed=True)
         if not is_captured:
             group.let_go = partial(self._let_go, pages)
@@ -272,7 +275,7 @@ class PageKeeper:
         return pages
 
     def spill(self, group: GroupMemory, *, num_rows: Tensor) -> None:
-        """Copies what the kernels computed in the scratch to the group's pages on the host."""
+        """Copies what the kernels computed in the scratch to the group's pages on the host. num_rows: [1], int64."""
         pages = self._current(group)
         if not self.pool.layout.host_pages:
             return

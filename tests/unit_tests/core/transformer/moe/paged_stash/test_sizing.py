@@ -29,13 +29,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.step.expert_memory import stash_events
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
 
+COMPUTE = "moe_paged_stash_compute"
 MOE: dict[str, Any] = {
     **LLAMA_LIKE,
     "num_moe_experts": 4,
     "moe_grouped_gemm": True,
     "moe_expert_rank_capacity_factor": 2.0,
     "moe_paged_stash": True,
-    "moe_paged_stash_compute": "copies",
+    COMPUTE: "copies",
 }
 BALANCED, FULL = 100, 200
 PAGE = 64 * 32 * 4
@@ -261,7 +262,7 @@ STAGES = {"pipeline_model_parallel_size": 2, "num_layers": 4, "pipeline_dtype": 
     ({"moe_layer_recompute": True}, "recompute_modules contains moe"),
     ({"fine_grained_activation_offloading": True, "offload_modules": ["moe_act"]}, "offload_modules contains moe_act"),
     ({"moe_layer_freq": [1, 0], "cpu_offloading_num_layers": 1}, "cpu_offloading_num_layers is 1, which offloads"),
-    ({"moe_paged_stash": False, "moe_paged_stash_compute": None, "cpu": 0.5}, "factor_cpu is 0.5: requires moe_paged_stash"),
+    ({"moe_paged_stash": False, COMPUTE: None, "cpu": 0.5}, "factor_cpu is 0.5: requires moe_paged_stash"),
 ])  # fmt: skip
 def test_settings_that_make_no_sense_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
