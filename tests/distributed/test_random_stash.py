@@ -151,6 +151,7 @@ def drawn(ranks: int, number: int, attempt: int) -> Draw:
     device, host = choose.choice(POOLS)
     policy = choose.choice(["recompute", "recompute", "rerun"])
     pool = stash(device, host, page_size=page, prefetch_layers=choose.choice([0, 1, 2]), overflow_policy=policy)
+    pool["moe-paged-stash-compute"] = choose.choice(["pages", "pages", "copies"])
     sizes = {"e": experts, "H": hidden, "F": ffn, "2F": 2 * ffn if is_gated else 0, "r": rank or 0, "page": page}
     return Draw(flags, pool, sizes)
 
