@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.device import cpu_alone
-from megatron.core.paged_rows import PagedRows, Rows, memory_of, paging, read_sync
+from megatron.core.paged_rows import PagedRows, Rows, memory_of, paging
 from megatron.core.transformer.moe.paged_stash.expert_ops import HAS_TRITON, multiply_rows, ops
 
 
@@ -115,14 +115,13 @@ class ExpertGrads:
     def _computed(self) -> Tensor:
         if self.rows.shape[0] == 0:
             return self.grad.new_zeros(self.shape)
-        if self.kernel is ProductKernel.STASH:
+        if self.kernel is ProductKernel.STASH or isinstance(self.rows, PagedRows):
             out = self.grad.new_empty(self.shape)
             self._write_by_kernel(out)
             return out
-        rows, grad = self._live_sync() if isinstance(self.rows, PagedRows) else (self.rows, self.grad)
-        if rows.dtype == torch.float64:
+        if self.rows.dtype == torch.float64:
             return torch.stack([rows.t() @ grad for rows, grad in self._pairs_sync()]).view(self.shape)
-        return F.grouped_mm(rows.t(), grad, offs=self.offsets).view(self.shape)
+        return F.grouped_mm(self.rows.t(), self.grad, offs=self.offsets).view(self.shape)
 
     def _write_by_kernel(self, out: Tensor, **options: float) -> None:
         matrices, places = _matrices(out, self.rows, offsets=self.offsets), paging("x", self.rows)
@@ -137,7 +136,7 @@ class ExpertGrads:
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
         """Adds scale times the gradient to `out`: [*weight shape], a dtype that fits. is_zero: overwrite `out`."""
-        if _adds_in_kernel(self.rows):
+        if _adds_in_kernel(self.rows) or isinstance(self.rows, PagedRows):
             self._write_by_kernel(out, scale=scale, is_added=not is_zero)
         else:
             beta, matrices = 0 if is_zero else 1, _matrices(out, self.rows, offsets=self.offsets)
@@ -150,15 +149,8 @@ class ExpertGrads:
     @cpu_alone
     def _pairs_sync(self) -> list[tuple[Tensor, Tensor]]:
         """Splits rows and gradients by expert. NOTE: reads the offsets on the host."""
-        rows, grad = self._live_sync() if isinstance(self.rows, PagedRows) else (self.rows, self.grad)
-        return list(zip(_split_sync(rows, self.offsets), _split_sync(grad, self.offsets)))
-
-    @cpu_alone
-    def _live_sync(self) -> tuple[Tensor, Tensor]:
-        """Returns the live rows, without pages, and their gradients. NOTE: reads the offsets on the host."""
-        assert isinstance(self.rows, PagedRows)
-        live = max(0, min(int(self.offsets[-1]), self.rows.max_rows))
-        return read_sync(self.rows.arena, self.rows.table, self.rows.sizes, num_rows=live), self.grad[:live]
+        assert isinstance(self.rows, Tensor), "rows in pages are read by an operator"
+        return list(zip(_split_sync(self.rows, self.offsets), _split_sync(self.grad, self.offsets)))
 
 
 def _adds_in_kernel(rows: Rows) -> bool:
