@@ -10,8 +10,8 @@ and therefore runs after everything that preceded the page's release. So a relea
 of its pages. Later checks then ignore those accesses.
 """
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -28,15 +28,30 @@ _RECORD = _HELD_ITEM * len(Held)
 
 
 class _Operands:
-    """A snapshot of the records and page ids of one call's tensors, taken on construction."""
+    """A snapshot of the records and page ids of one call's tensors, taken on construction.
 
-    def __init__(self, device: "Device", table: Tensor, held: Tensor, layout: list[int], tensors: list[int]) -> None:
+    host_only: only pages on the host. skipped: the number of pages of each tensor that precede these.
+    """
+
+    def __init__(
+        self,
+        device: "Device",
+        table: Tensor,
+        held: Tensor,
+        layout: list[int],
+        tensors: list[int],
+        *,
+        host_only: bool = False,
+    ) -> None:
         self._device, self._page_bytes, self._device_pages = device, layout[0], layout[1]
         self.encoded = split_tensors(tensors)
         self._table, self._held = table, held
-        records, ids = device.bytes_of(held), device.bytes_of(table)
+        self._records, ids = device.bytes_of(held).clone(), device.bytes_of(table)
+        counts = [self._records[one.slot].tolist() for one in self.encoded]
+        self.skipped = [one[Held.PAGES] - one[Held.ON_HOST] if host_only else 0 for one in counts]
         self.pages = [
-            ids[one.table_start : one.table_start + int(records[one.slot, Held.PAGES])].tolist() for one in self.encoded
+            ids[one.table_start + skipped : one.table_start + count[Held.PAGES]].tolist()
+            for one, skipped, count in zip(self.encoded, self.skipped, counts)
         ]
 
     def records(self, use: Use) -> list[Usage]:
@@ -50,12 +65,28 @@ class _Operands:
         return [
             Usage(
                 block,
-                start + one.table_start * _TABLE_ITEM,
-                start + (one.table_start + len(pages)) * _TABLE_ITEM,
+                start + (one.table_start + skipped) * _TABLE_ITEM,
+                start + (one.table_start + skipped + len(pages)) * _TABLE_ITEM,
                 use,
             )
-            for one, pages in zip(self.encoded, self.pages)
+            for one, pages, skipped in zip(self.encoded, self.pages, self.skipped)
         ]
+
+    def places(self, places: Tensor, use: Use) -> list[Usage]:
+        """Returns the bytes of the entries that say where kernels find the tensors' rows, also those without pages."""
+        block, start, _ = self._device.range_of(places)
+        found = []
+        for one in self.encoded:
+            rows = int(self._records[one.slot, Held.ROWS])
+            first, needed = start + one.table_start * _TABLE_ITEM, -(-rows * one.row_bytes // self._page_bytes)
+            found.append(Usage(block, first, first + needed * _TABLE_ITEM, use))
+        return found
+
+    def live_bytes(self, tensor: Tensor, one: EncodedTensor, skipped: int, use: Use) -> Usage:
+        """Returns the bytes of the live rows of a tensor, from the first page that is copied."""
+        block, start, end = self._device.range_of(tensor)
+        rows = int(self._records[one.slot, Held.ROWS])
+        return Usage(block, start + skipped * self._page_bytes, min(end, start + rows * one.pitch_bytes), use)
 
     def _tier(self, pages: Tensor) -> "Range | None":
         """Returns the bytes of a tier; None for host memory that a GPU cannot reach, and for a tier without pages."""
@@ -90,6 +121,8 @@ def plan(
     counters: Tensor,
     layout: list[int],
     tensors: list[int],
+    places: Tensor | None = None,
+    scratch: Sequence[int] = (),
 ) -> Callable[[], list[Usage]]:
     """Accesses of `plan`, which allocates free pages. Returns a function that lists them after the operator has run."""
 
@@ -101,6 +134,7 @@ def plan(
             *(Usage(*device.range_of(one), Use.ATOMIC) for one in (ring, tails)),
             *operands.records(Use.WRITE),
             *operands.table(Use.WRITE),
+            *([] if places is None else operands.places(places, Use.WRITE)),
         ]
 
     return used
@@ -117,9 +151,11 @@ def stash(
     layout: list[int],
     tensors: list[int],
     num_programs: int,
+    host_only: bool = False,
 ) -> Callable[[], list[Usage]]:
     """Accesses of `stash`, which copies rows into pages. Returns a function that lists them."""
-    return lambda: _copy(device, sources, Use.READ, device_pages, host_pages, table, held, layout, tensors)
+    operands = _Operands(device, table, held, layout, tensors, host_only=host_only)
+    return lambda: _copy(device, operands, sources, Use.READ, device_pages, host_pages)
 
 
 def restore(
@@ -133,41 +169,32 @@ def restore(
     layout: list[int],
     tensors: list[int],
     num_programs: int,
+    host_only: bool = False,
 ) -> Callable[[], list[Usage]]:
     """Accesses of `restore`, which copies rows out of pages. Returns a function that lists them."""
-    return lambda: _copy(device, targets, Use.WRITE, device_pages, host_pages, table, held, layout, tensors)
+    operands = _Operands(device, table, held, layout, tensors, host_only=host_only)
+    return lambda: _copy(device, operands, targets, Use.WRITE, device_pages, host_pages)
 
 
 def _copy(
     device: "Device",
+    operands: "_Operands",
     rows: Sequence[Tensor],
     use: Use,
     device_pages: Tensor,
     host_pages: Tensor,
-    table: Tensor,
-    held: Tensor,
-    layout: list[int],
-    tensors: list[int],
 ) -> list[Usage]:
-    operands = _Operands(device, table, held, layout, tensors)
-    records = device.bytes_of(held)
     opposite = Use.WRITE if use is Use.READ else Use.READ
     return [
         *(
-            _live(device, tensor, one, int(records[one.slot, Held.ROWS]), use)
-            for tensor, one, pages in zip(rows, operands.encoded, operands.pages)
+            operands.live_bytes(tensor, one, skipped, use)
+            for tensor, one, pages, skipped in zip(rows, operands.encoded, operands.pages, operands.skipped)
             if pages
         ),
         *operands.bytes_of_pages(device_pages, host_pages, opposite),
         *operands.records(Use.READ),
         *operands.table(Use.READ),
     ]
-
-
-def _live(device: "Device", tensor: Tensor, encoded: EncodedTensor, num_rows: int, use: Use) -> Usage:
-    """Returns the bytes of the first num_rows rows of a tensor, which are live."""
-    block, start, end = device.range_of(tensor)
-    return Usage(block, start, min(end, start + num_rows * encoded.pitch_bytes), use)
 
 
 def release(
@@ -199,6 +226,36 @@ def release(
         return found
 
     return used
+
+
+def paged_operands(device: "Device", given: Mapping[str, Any], writes: Collection[str]) -> tuple[set[int], list[Usage]]:
+    """Returns the ids of an operator's operands that are arenas of pages, and the bytes of their live rows.
+
+    given: the operator's arguments by name. writes: names of arguments that it changes.
+    """
+    arenas, found = set[int](), list[Usage]()
+    for name, table in given.items():
+        operand = name.removesuffix("_table")
+        if operand == name or table is None:
+            continue
+        memory, (page_bytes, max_rows, width) = given[operand], given[f"{operand}_sizes"]
+        counts = given["offsets"] if "offsets" in given else given["num_rows"]
+        rows = min(int(device.bytes_of(counts)[-1]), max_rows)
+        block, start, _ = device.range_of(memory)
+        arenas.add(id(memory))
+        # Operators change `rows` in place, and write other results without reading them.
+        uses = [
+            use
+            for use, is_made in ((Use.READ, operand not in writes or operand == "rows"), (Use.WRITE, operand in writes))
+            if is_made
+        ]
+        for use in uses:
+            left = rows * width * memory.element_size()
+            for place in device.bytes_of(table)[: -(-left // page_bytes)].tolist():
+                first = start + place * page_bytes
+                found.append(Usage(block, first, first + min(left, page_bytes), use))
+                left -= page_bytes
+    return arenas, found
 
 
 ACCESS_SETS = {f"paged_stash::{one.__name__}": one for one in (plan, stash, restore, release)}

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from megatron.core.graphs.refusals import reason_against_operator
+from tests.device_model.access_sets import paged_operands
 from tests.device_model.alarms import Kind, site
 from tests.device_model.memory import Block, Usage, Use
 
@@ -282,7 +283,19 @@ class OperatorRunner:
             if declared is not None:
                 usages = declared()
             else:
-                usages = self._usages(facts.schema_name, args, kwargs, inputs, hosts, writes, raised)
+                arguments = (argument.name for argument in func._schema.arguments)
+                given_by_name = {**dict(zip(arguments, args)), **kwargs}
+                arenas, in_pages = paged_operands(self, given_by_name, {name for _, name in writes})
+                usages = in_pages + self._usages(
+                    facts.schema_name,
+                    args,
+                    kwargs,
+                    {key: one for key, one in inputs.items() if id(one) not in arenas},
+                    hosts,
+                    writes,
+                    raised,
+                    arenas,
+                )
             generator = getattr(kwargs.get("generator"), "number", None) if facts.is_random else None
             self.launch(name, usages, random=facts.is_random, generator=generator)
         self.after_launch(facts.run, low_args, low_kwargs, results, writes=writes, is_free=facts.is_free)
@@ -358,8 +371,9 @@ class OperatorRunner:
         hosts: list[Tensor],
         writes: list[Any],
         results: Any,
+        arenas: set[int],
     ) -> list[Usage]:
-        written = written_by(writes, args, kwargs)
+        written = [one for one in written_by(writes, args, kwargs) if id(one) not in arenas]
         ids = set(map(id, written))
         found = [Usage(*self.range_of(one), Use.READ) for one in inputs.values() if id(one) not in ids]
         for one in hosts:

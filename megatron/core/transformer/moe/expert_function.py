@@ -185,6 +185,7 @@ class _SavedRows:
         }
         self._held: dict[str, Any] = {}
         self._is_packed = False
+        self._to_stash: dict[str, Any] = {}  # by name; only the names once they are in the stash
 
     def wants(self, name: str) -> bool:
         """Returns whether backward reads the tensor `name`."""
@@ -195,7 +196,11 @@ class _SavedRows:
         chosen: dict[str, Any] = {
             name: tensor for name, tensor in tensors.items() if tensor is not None and self._wanted[name]
         }
-        if self._stashed is None and chosen and (part is not run or active_hooks() is not None):
+        if self._stashed is not None:
+            is_held = {"scale"} if self.is_in_pages else set()
+            self._to_stash |= {name: tensor for name, tensor in chosen.items() if name not in is_held}
+            chosen = {name: tensor for name, tensor in chosen.items() if name in is_held}
+        if chosen and (part is not run or active_hooks() is not None):
             say_rows_and_others(list(chosen.values()), [])
             # A part installs its hooks only if gradients are enabled, which they are not inside of a Function.
             with torch.enable_grad():
@@ -207,31 +212,29 @@ class _SavedRows:
         """Passes the tensors to the stash, if there is one."""
         if self._stashed is None:
             return
-        gate_up = self._held.pop("gate_up")
-        inputs = {name: self._held[name] for name in self._wanted if name in self._held}
-        scale = inputs.pop("scale") if self.is_in_pages else None
+        gate_up = self._to_stash.pop("gate_up")
+        inputs = {name: self._to_stash[name] for name in self._wanted if name in self._to_stash}
         again = None
         if self.may_drop:
             again = _recompute_of(call, hidden=inputs["rows"].shape[1], recomputes_low=self.is_in_pages)
         num_sources = ("rows" in inputs) + ("low1" in inputs)
         self._stashed.save(list(inputs.values()), gate_up, recompute=again, num_sources=num_sources)
-        # From here on, only the names are needed.
-        self._held = dict.fromkeys((*inputs, "gate_up"))
-        self._scale, self.rows, self.gate_up = scale, None, None
+        self._to_stash = dict.fromkeys((*inputs, "gate_up"))
+        self.rows = self.gate_up = None
 
     def take(self) -> dict[str, Any]:
         """Returns the saved tensors by name, and frees them unless this backward retains the graph."""
         is_kept = graph_is_kept()
+        stashed: dict[str, Any] = {}
         if self._stashed is not None:
-            kept: dict[str, Any] = dict(zip(self._held, self._stashed.read(keep=is_kept)))
-            if self._scale is not None:
-                kept["scale"], self._scale = self._scale, None
-            return kept
+            stashed = dict(zip(self._to_stash, self._stashed.read(keep=is_kept)))
+            if not self.is_in_pages:
+                return stashed
         require_kept(self._held)
         held = self._held
         if not is_kept:
             self._held = {}
-        return dict(zip(held, unpacked([*held.values()]))) if self._is_packed else held
+        return stashed | (dict(zip(held, unpacked([*held.values()]))) if self._is_packed else held)
 
     def new_reader(self) -> Callable[[], None] | None:
         """Returns a function to call once a product has read the rows; None if they are not in pages."""
