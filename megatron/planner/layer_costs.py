@@ -30,7 +30,15 @@ from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.rope import RotaryEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
-from megatron.planner.plan import ForwardStep, as_rank, batch_of, pipeline_of, saved_by, with_known_rows
+from megatron.planner.plan import (
+    ForwardStep,
+    as_rank,
+    batch_of,
+    pipeline_of,
+    saved_by,
+    with_known_rows,
+    with_planned_device,
+)
 from megatron.planner.recorders import GROUPED, RECOMPUTE, ROWS_OF_TABLES, MessageRecorder, WorkRecorder, dtype_name
 from megatron.planner.traced_step import live_rows, traced_steps
 from megatron.planner.work import (
@@ -366,6 +374,7 @@ def measure_memory(
     saved per layer; one layer is faster. Raises ValueError as the run would for a layer that cannot be built, and for
     models other than GPTModel.
     """
+    run_config = with_planned_device(run_config)
     kinds = distinct_kinds(run_config.transformer)
     probe = with_known_rows(probe_config(run_config, [kind for kind in kinds for _ in range(of_each_kind)]))
     parts: dict[str, PartCost] = {}

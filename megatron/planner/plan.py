@@ -40,6 +40,7 @@ from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.command_line.parser import RunArguments
 from megatron.training.command_line.published import publish_run, publish_timers, publish_tokenizer
+from megatron.training.compute.devices import plans_for_gpu
 from megatron.training.compute.flops import count_of, num_floating_point_operations, parameters_by_key
 from megatron.training.config import RunConfig
 from megatron.training.meters.memory import bytes_of, gradient_tensors, parameter_tensors
@@ -255,7 +256,7 @@ def plan_run(
     only_stages: stages to plan and whose parameters are counted; defaults to all. Raises the same errors as a run for
     invalid sizes and for models that cannot be built.
     """
-    run_config = run_config.changed(ddp_debug=False)  # a plan has no values to check
+    run_config = with_planned_device(run_config.changed(ddp_debug=False))  # a plan has no values to check
     stages: list[RankPlan] = []
     stashed: list[Sequence[StashEvent]] = []
     traces = _Traces()
@@ -488,6 +489,14 @@ def _has_dynamic_rows(run_config: RunConfig) -> bool:
         run_config.transformer.num_moe_experts is not None
         and run_config.transformer.moe_expert_rank_capacity_factor is None
     )
+
+
+def with_planned_device(run_config: RunConfig) -> RunConfig:
+    """Returns the run's settings, with those that it would choose on the planned device instead of on this machine."""
+    transformer = run_config.transformer
+    if not transformer.moe_paged_stash or transformer.moe_paged_stash_compute is not None:
+        return run_config
+    return run_config.changed(moe_paged_stash_compute="copies" if plans_for_gpu() else "pages")
 
 
 def with_known_rows(run_config: RunConfig) -> RunConfig:

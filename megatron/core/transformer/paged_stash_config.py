@@ -50,7 +50,7 @@ class PagedStashConfig:
         None,
         help="How the experts' rows get into pages. pages: experts compute in pages, which are allocated before their "
         "forward, and only rows on the host are copied. copies: rows are copied into pages after the forward, and back "
-        "before the backward. Omitted: pages if this machine has no GPU, otherwise copies.",
+        "before the backward. Omitted: pages on a CPU, copies on a GPU; a plan uses that of MEGATRON_PLAN_DEVICE.",
         choices=STASH_COMPUTE,
     )
     moe_paged_stash_page_size: int = config_field(64, help="Rows of hidden size per page; a power of two.", at_least=1)

@@ -20,7 +20,7 @@ from megatron.core.transformer.moe.paged_stash.arithmetic import PageMove, page_
 from megatron.core.transformer.moe.paged_stash.sizing import StepNeeds, prefetch_groups, step_needs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
-from megatron.planner.plan import as_rank, pipeline_of
+from megatron.planner.plan import as_rank, pipeline_of, with_planned_device
 from megatron.training.config import RunConfig
 from megatron.training.setup import model_parts
 from megatron.training.step.expert_memory import ExpertSchedule
@@ -151,6 +151,7 @@ class PlannedRun:
 
 def planned_run(run_config: RunConfig, model_provider: Callable[..., nn.Module]) -> PlannedRun:
     """Builds the planned run from settings that select static expert buffers."""
+    run_config = with_planned_device(run_config)
     stages, found = [], None
     for rank in pipeline_of(run_config, 0):
         with as_rank(run_config, rank) as groups:

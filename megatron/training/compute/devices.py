@@ -104,6 +104,12 @@ def planned_device(environment: Mapping[str, str] | None = None) -> Device:
     return device_of_name(name, source=NAME_VARIABLE, environment=environment)
 
 
+def plans_for_gpu() -> bool:
+    """Returns whether MEGATRON_PLAN_DEVICE is, or defaults to, a GPU."""
+    name = os.environ.get(NAME_VARIABLE) or DEFAULT_NAME
+    return torch.cuda.is_available() if name == HERE else name != CPU_NAME
+
+
 def device_of_name(name: str, *, source: str, environment: Mapping[str, str] | None = None) -> Device:
     """Returns the device with a name, which may be "here".
 

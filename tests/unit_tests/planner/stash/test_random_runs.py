@@ -48,6 +48,7 @@ def random_flags(choose: random.Random) -> Flags:
         "moe-paged-stash-buffer-size-factor-cpu": choose.choice([0.0, 0.1, 0.3, -0.2]),
         "moe-paged-stash-prefetch-layers": choose.choice([0, 1, 2]),
         "moe-paged-stash-overflow-policy": choose.choice(["recompute", "recompute", "rerun"]),
+        "moe-paged-stash-compute": choose.choice(["pages", "copies"]),
     }
     if num_chunks > 1:
         flags["num-virtual-stages-per-pipeline-rank"] = num_chunks
@@ -95,6 +96,7 @@ def test_the_reserve_follows_the_rows_of_recent_steps(tmp_path: Path, monkeypatc
         "moe-ffn-hidden-size": 12,
         "moe-expert-rank-capacity-factor": 2.0,
         "moe-paged-stash": True,
+        "moe-paged-stash-compute": "pages",
         "moe-paged-stash-page-size": 4,
         "moe-paged-stash-buffer-size-factor-cuda": 1.0,
     }

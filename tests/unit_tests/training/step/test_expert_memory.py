@@ -242,7 +242,7 @@ def test_a_resumed_run_uses_grown_pools_only_for_rows_of_the_same_size() -> None
     assert toy.memory.stash is not None
     configured = toy.memory.stash.pool.layout.device_pages
     own = toy.memory.learned_sync()
-    assert own.row_bytes == 4 * (32 + 1 + 2 * 48)
+    assert own.row_bytes == 4 * (32 + 2 * 48)
     for row_bytes in (0, own.row_bytes + 4 * 48, own.row_bytes):
         learned = LearnedSizes(device_factor=2.2, rows_share={2: 1.0}, expert_ranks=1, row_bytes=row_bytes)
         lines = toy.memory.prepare(learned, num_microbatches=2, pp_group=None)
