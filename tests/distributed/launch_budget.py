@@ -46,7 +46,7 @@ MOE = "core/transformer/moe"
 PHASES = {
     rf"{MOE}/static_rows\.py order_by_(expert|rank)": "order_by_expert",
     rf"{MOE}/paged_stash/(group_memory|page_pool|reserve|saved_tensors|stash|stash_order)\.py .*": "stash",
-    rf"{MOE}/paged_stash/expert_ops\.py recompute": "stash",  # recomputes tensors that the stash dropped
+    rf"{MOE}/paged_stash/expert_ops\.py recompute.*": "stash",  # recomputes tensors that the stash dropped
     rf"{MOE}/aux_losses\.py .*": "router losses",
     rf"{MOE}/router\.py .*": "router",
     rf"{MOE}/(expert_step\.py record_demand|dispatch_static\.py (_demand_of_both|demand_on_\w+))": "demand",
@@ -235,6 +235,7 @@ SETTINGS = {
     "dense": Setting(()),
     "static experts": Setting(_STATIC),
     "static experts, stash": Setting([*_STATIC, *_STASH]),
+    "static experts, stash of copies": Setting([*_STATIC, *_STASH, "--moe-paged-stash-compute", "copies"]),
     "static experts, two expert ranks": Setting([*_STATIC, *_EXPERT_PARALLEL], ranks=2),
 }
 

@@ -459,17 +459,17 @@ def recompute_gate_up(
     if low_weight is not None:
         low_weight = low_weight.detach()
 
-    def product(x: Rows, matrices: Tensor, out: Rows, *, needed: Tensor, bias: Tensor | None) -> None:
+    def recompute_product(x: Rows, matrices: Tensor, out: Rows, *, needed: Tensor, bias: Tensor | None) -> None:
         places, memory = {**paging("x", x), **paging("out", out)}, memory_of(out)
         ops.gate_up_from_x(memory_of(x), matrices, offsets=offsets, needed=needed, out=memory, bias=bias, **places)
 
     def recompute(out: Rows, needed: Tensor, x: Rows, *lows: Tensor) -> None:
-        product(x, weight, out, needed=needed, bias=bias)
+        recompute_product(x, weight, out, needed=needed, bias=bias)
         if low_rank is None:
             return
         if low_weight is not None:
             lows = (low_weight.new_empty(x.shape[0], low_weight.shape[2]),)
-            product(x, low_weight, lows[0], needed=needed, bias=None)
+            recompute_product(x, low_weight, lows[0], needed=needed, bias=None)
         add_low_rank_to(out, lows[0], weight=low_rank[0], offsets=offsets, scale=low_rank[1], needed=needed)
 
     return recompute
