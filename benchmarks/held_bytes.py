@@ -25,9 +25,9 @@ _Storages = dict[int, tuple[StorageWeakRef, int]]
 class Kind(enum.Enum):
     """Kinds of memory allocated in a layer's forward."""
 
-    ROWS = "rows of experts: x, routing weights, gate_up and their results"
+    ROWS = "rows of experts: x, gate_up and their results"
     WIRE = "other floating-point values of dispatch and combine: rows to send, received rows, rows to sum"
-    INDEX = "integers: orders of rows, counts"
+    INDEX = "one number for each row, or fewer: orders of rows, counts, routing weights"
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,8 @@ class Peaks:
     """Peaks over the steps inside an ExpertBytes.
 
     held: when activations were largest, between forwards of expert layers, so that only tensors saved for backward
-    count. wire: peak of that kind, including forwards. working_set: whole buffers of the largest group whose rows were
-    stashed. excess_pages: maximum of the pages in use minus the pages that live bytes fill, minus one for each tensor
+    count. wire: peak of that kind, including forwards. working_set: whole buffers of the largest group with rows in
+    pages. excess_pages: maximum of the pages in use minus the pages that live bytes fill, minus one for each tensor
     (at most 0 by the memory law). page_bytes, high_water: page size and peak pages of the pool; 0 without a pool.
     """
 
@@ -135,7 +135,7 @@ class ExpertBytes(TorchDispatchMode):
         self._count()
 
     def _attribute(self, tensor: Tensor, kind: Kind) -> None:
-        kind = kind if tensor.is_floating_point() else Kind.INDEX
+        kind = kind if tensor.is_floating_point() and tensor.dim() > 1 else Kind.INDEX
         storage = tensor.untyped_storage()
         self._made[kind][storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         if kind is Kind.WIRE:
@@ -152,6 +152,9 @@ class ExpertBytes(TorchDispatchMode):
         elif name == "stash":
             peaks.working_set = max(peaks.working_set, sum(source.nbytes for source in args[0]))
         elif name in ("plan", "release"):
+            if kwargs.get("places") is not None:
+                in_buffers = sum(one.row_bytes * one.max_rows for one in split_tensors(kwargs["tensors"]))
+                peaks.working_set = max(peaks.working_set, in_buffers)
             held, page_bytes = kwargs["held"], kwargs["layout"][0]
             for one in split_tensors(kwargs["tensors"]):
                 pages, rows = held[one.slot, Held.PAGES].item(), held[one.slot, Held.ROWS].item()

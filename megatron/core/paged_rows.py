@@ -9,7 +9,7 @@ sizes, [n], of any float dtype.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 _ALIGNMENT = 64
 
 
+@final
 class PagedRows(NamedTuple):
     """Up to max_rows rows of `width` elements without gaps, of which page i is page table[i] of the arena.
 
@@ -55,20 +56,23 @@ class PagedRows(NamedTuple):
 Rows = Tensor | PagedRows
 
 
+_NO_PAGES: dict[str, Any] = {}
+
+
 def memory_of(rows: Rows) -> Tensor:
     """Returns the tensor that operators receive for rows: [C, W], any dtype, or the arena, [n], same dtype."""
-    return rows.arena if isinstance(rows, PagedRows) else rows
+    return rows.arena if type(rows) is PagedRows else rows
 
 
-def paging(name: str, rows: Rows) -> dict[str, Any]:
-    """Returns the further arguments of an operator for its operand `name`: none for rows without pages."""
-    if not isinstance(rows, PagedRows):
-        return {}
-    return {f"{name}_table": rows.table, f"{name}_sizes": rows.sizes}
+def operand(name: str, rows: Rows) -> tuple[Tensor, dict[str, Any]]:
+    """Returns what an operator receives for an operand: its memory and, for rows in pages, further arguments."""
+    if type(rows) is PagedRows:
+        return rows.arena, {f"{name}_table": rows.table, f"{name}_sizes": rows.sizes}
+    return rows, _NO_PAGES
 
 
 def paging_schema(name: str) -> str:
-    """Returns the schema of the arguments of `paging`."""
+    """Returns the schema of the further arguments of `operand`."""
     return f"Tensor? {name}_table=None, int[] {name}_sizes=[]"
 
 

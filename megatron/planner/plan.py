@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.schedule import Action, Pipeline, stage_ord
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.paged_stash.sizing import check_effect
+from megatron.core.transformer.moe.paged_stash.sizing import check_effect, page_size_on_gpu
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -493,10 +493,15 @@ def _has_dynamic_rows(run_config: RunConfig) -> bool:
 
 def with_planned_device(run_config: RunConfig) -> RunConfig:
     """Returns the run's settings, with those that it would choose on the planned device instead of on this machine."""
-    transformer = run_config.transformer
-    if not transformer.moe_paged_stash or transformer.moe_paged_stash_compute is not None:
+    transformer, on_gpu = run_config.transformer, plans_for_gpu()
+    if not transformer.moe_paged_stash:
         return run_config
-    return run_config.changed(moe_paged_stash_compute="copies" if plans_for_gpu() else "pages")
+    if transformer.moe_paged_stash_compute is None:
+        run_config = run_config.changed(moe_paged_stash_compute="copies" if on_gpu else "pages")
+    if not on_gpu:
+        return run_config
+    with flags_named_in_errors():
+        return run_config.changed(moe_paged_stash_page_size=page_size_on_gpu(run_config.transformer))
 
 
 def with_known_rows(run_config: RunConfig) -> RunConfig:

@@ -31,7 +31,7 @@ from torch import Tensor
 from megatron.core.activations import ACTIVATIONS, QUICK_GELU_GAIN, Activation, Curve
 from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.operator_library import Register, operator
-from megatron.core.paged_rows import PagedRows, Rows, memory_of, paging, paging_schema, read_sync
+from megatron.core.paged_rows import PagedRows, Rows, memory_of, operand, paging_schema, read_sync
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Launchers, which have the operators' names.
@@ -138,9 +138,9 @@ class GatedActivation:
         num_rows and without gradients. Returns [*, F], x's dtype.
         """
         form = self.fused_form(x, num_rows)
-        if isinstance(x, PagedRows) or (form is not None and not torch.is_grad_enabled()):
-            assert form is not None, "rows in pages have num_rows, and static experts an activation with a name"
+        if form is not None and (type(x) is PagedRows or not torch.is_grad_enabled()):
             return activate_plainly(x, scale, form=form, num_rows=num_rows)
+        assert type(x) is not PagedRows, "rows in pages have num_rows, and static experts an activation with a name"
         if form is not None:
             return activate(x, scale, form=form, num_rows=num_rows)
         if self.is_gated:
@@ -167,12 +167,12 @@ class GatedActivation:
         the results can be differentiated further, unless the activation is fused.
         """
         form = self.fused_form(x, num_rows)
-        if isinstance(x, PagedRows) and grad is None:
-            assert form is not None
-            return ActivationGradients(None, None, activate_plainly(x, scale, form=form, num_rows=num_rows))
-        if not isinstance(x, PagedRows) and (grad is None or form is None or torch.is_grad_enabled()):
+        if form is not None and type(x) is PagedRows:
+            if grad is None:
+                return ActivationGradients(None, None, activate_plainly(x, scale, form=form, num_rows=num_rows))
+        elif grad is None or form is None or torch.is_grad_enabled():
+            assert type(x) is not PagedRows, "static experts have an activation with a name"
             return self._recomputed(grad, x, scale, num_rows, needs=needs)
-        assert grad is not None and form is not None, "static experts have an activation with a name"
         return activation_gradients(
             grad, x, scale=scale, num_rows=num_rows, form=form, needs_scale=needs[1], needs_act=needs_act
         )
@@ -265,13 +265,12 @@ def activate_plainly(
     if form.activation.is_gated and gate_up.shape[-1] % 2:
         raise ValueError(f"the activation's input has a width of {gate_up.shape[-1]}: must be even, gate before up")
     rows, weights = _as_rows(gate_up), _as_numbers(scale)
-    out = memory_of(rows).new_empty(rows.shape[0], form.width(rows))
-    if num_rows is not None or has_kernel(memory_of(rows)):
-        places = paging("gate_up", rows)
-        ops.gated_activation(memory_of(rows), weights, num_rows=num_rows, out=out, **places, **form.arguments)
+    memory, places = operand("gate_up", rows)
+    out = memory.new_empty(rows.shape[0], form.width(rows))
+    if num_rows is not None or has_kernel(memory):
+        ops.gated_activation(memory, weights, num_rows=num_rows, out=out, **places, **form.arguments)
     else:
-        assert isinstance(rows, Tensor), "rows in pages have num_rows"
-        act_rows(rows, weights, rows=rows.shape[0], out=out, form=form)
+        act_rows(memory, weights, rows=rows.shape[0], out=out, form=form)
     return out if rows is gate_up else out.view(*gate_up.shape[:-1], out.shape[1])
 
 
@@ -304,29 +303,29 @@ def activation_gradients(
     Records nothing for a second derivative.
     """
     rows, weights = _as_rows(gate_up), _as_numbers(scale)
-    new = memory_of(rows).new_empty
+    memory, places = operand("gate_up", rows)
+    new = memory.new_empty
     grad_rows = new(rows.shape)
     grad_weights = torch.empty_like(weights) if weights is not None and needs_scale else None
     act = new(rows.shape[0], form.width(rows)) if needs_act else None
     if rows is not gate_up:
         grad = grad.reshape(rows.shape[0], grad.shape[-1])
-    if num_rows is not None or has_kernel(memory_of(rows)):
+    if num_rows is not None or has_kernel(memory):
         ops.gated_activation_backward(
             grad,
-            memory_of(rows),
+            memory,
             scale=weights,
             num_rows=num_rows,
             grad_gate_up=grad_rows,
             grad_scale=grad_weights,
             act=act,
-            **paging("gate_up", rows),
+            **places,
             **form.arguments,
         )
     else:
-        assert isinstance(rows, Tensor), "rows in pages have num_rows"
         act_gradient_rows(
             grad,
-            rows,
+            memory,
             scale=weights,
             rows=rows.shape[0],
             grad_gate_up=grad_rows,
@@ -345,7 +344,7 @@ def activation_gradients(
 
 def _as_rows(x: Rows) -> Rows:
     """Returns x, [*, F], as [C, F] with adjacent columns."""
-    if isinstance(x, PagedRows):
+    if type(x) is PagedRows:
         return x
     rows = x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
     return rows if rows.stride(1) == 1 else rows.contiguous()

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from megatron.core.config_field import config_field, validate_fields
-from megatron.core.transformer.moe.paged_stash.page_layout import page_bytes
+from megatron.core.transformer.moe.paged_stash.page_layout import DEFAULT_PAGE_SIZE, page_bytes
 
 STASH_COMPUTE = ("pages", "copies")
 OVERFLOW_POLICIES = ("recompute", "rerun", "error")
@@ -53,7 +53,13 @@ class PagedStashConfig:
         "before the backward. Omitted: pages on a CPU, copies on a GPU; a plan uses that of MEGATRON_PLAN_DEVICE.",
         choices=STASH_COMPUTE,
     )
-    moe_paged_stash_page_size: int = config_field(64, help="Rows of hidden size per page; a power of two.", at_least=1)
+    moe_paged_stash_page_size: int = config_field(
+        DEFAULT_PAGE_SIZE,
+        help="Rows of hidden size per page. If rows are copied, a power of two. If experts compute in pages on a GPU, "
+        "a page holds whole rows of all tensors: the default stands for 128 times the least such size, and other "
+        "values must be multiples of that size.",
+        at_least=1,
+    )
     moe_paged_stash_buffer_size_factor_cuda: float = config_field(
         1.1,
         help="Number of pages on the device, as a multiple of the pages that a perfectly balanced step requires. A "
@@ -126,7 +132,7 @@ def validate_paged_stash(
             "are sized to the received rows and a stash saves no memory; set a factor such as 2"
         )
     size = config.moe_paged_stash_page_size
-    if size & (size - 1):
+    if size & (size - 1) and not config.stash_computes_in_pages:
         below = 1 << size.bit_length() - 1
         raise ValueError(f"moe_paged_stash_page_size is {size}: must be a power of two, such as {below} or {2 * below}")
     given = config.moe_paged_stash_buffer_bytes

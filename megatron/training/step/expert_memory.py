@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,6 +53,7 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     gain_line,
     grown_sizes,
     learned_lines,
+    page_size_on_gpu,
     pool_layout,
     prefetch_groups,
     rounded_up,
@@ -226,6 +227,9 @@ class ExpertMemory:
         layers = [layer for of_chunk in schedule.layers for layer in of_chunk]
         if config.moe_paged_stash:
             config = _without_pages_for_others(config, layers)
+            if default_device().type == "cuda":
+                with flags_named_in_errors():
+                    config = _with(config, moe_paged_stash_page_size=page_size_on_gpu(config))
         assert config.moe_expert_rank_capacity_factor is not None, "dropless experts have no buffers of a fixed size"
         self._schedule, self._config, self._tokens = schedule, config, tokens_per_rank
         self._device = default_device()
@@ -570,9 +574,14 @@ def _without_pages_for_others(config: TransformerConfig, layers: Sequence[MoELay
             f"moe_paged_stash_compute is 'pages', but the experts of a layer are {type(other).__name__}, whose forward "
             "takes rows: must be 'copies', or experts whose forward takes an order, such as GroupedMLP"
         )
-    config = copy.copy(config)
-    config.moe_paged_stash_compute = "copies"
-    return config
+    return _with(config, moe_paged_stash_compute="copies")
+
+
+def _with(config: TransformerConfig, **values: Any) -> TransformerConfig:
+    """Returns a copy that is not validated again, because its other values are derived already."""
+    changed = copy.copy(config)
+    vars(changed).update(values)
+    return changed
 
 
 _CUDA, _CPU = "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"

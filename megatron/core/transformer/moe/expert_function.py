@@ -354,7 +354,7 @@ def _low_product(fc: ExpertLinear, rows: Rows, *, offsets: Tensor, is_static: bo
     """Returns rows A, [R, r], or None without an adapter; rows: [R, I]."""
     if fc.lora_a is None:
         return None
-    if isinstance(rows, PagedRows):
+    if type(rows) is PagedRows:
         low = fc.lora_a.new_empty(rows.max_rows, fc.lora_a.shape[2])
         multiply_into(low, rows, fc.lora_a, offsets=offsets)
         return low

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.device import cpu_alone
-from megatron.core.paged_rows import PagedRows, Rows, memory_of, paging
+from megatron.core.paged_rows import PagedRows, Rows, operand
 from megatron.core.transformer.moe.paged_stash.expert_ops import HAS_TRITON, multiply_rows, ops
 
 
@@ -115,7 +115,7 @@ class ExpertGrads:
     def _computed(self) -> Tensor:
         if self.rows.shape[0] == 0:
             return self.grad.new_zeros(self.shape)
-        if self.kernel is ProductKernel.STASH or isinstance(self.rows, PagedRows):
+        if self.kernel is ProductKernel.STASH or type(self.rows) is PagedRows:
             out = self.grad.new_empty(self.shape)
             self._write_by_kernel(out)
             return out
@@ -124,8 +124,8 @@ class ExpertGrads:
         return F.grouped_mm(self.rows.t(), self.grad, offs=self.offsets).view(self.shape)
 
     def _write_by_kernel(self, out: Tensor, **options: float) -> None:
-        matrices, places = _matrices(out, self.rows, offsets=self.offsets), paging("x", self.rows)
-        memory = memory_of(self.rows)
+        matrices = _matrices(out, self.rows, offsets=self.offsets)
+        memory, places = operand("x", self.rows)
         ops.grouped_gemm_weight_grad(memory, self.grad, offsets=self.offsets, out=matrices, **options, **places)
 
     def fits(self, out: Tensor) -> bool:
@@ -136,7 +136,7 @@ class ExpertGrads:
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
         """Adds scale times the gradient to `out`: [*weight shape], a dtype that fits. is_zero: overwrite `out`."""
-        if _adds_in_kernel(self.rows) or isinstance(self.rows, PagedRows):
+        if _adds_in_kernel(self.rows) or type(self.rows) is PagedRows:
             self._write_by_kernel(out, scale=scale, is_added=not is_zero)
         else:
             beta, matrices = 0 if is_zero else 1, _matrices(out, self.rows, offsets=self.offsets)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.operator_library import operator
-from megatron.core.paged_rows import Rows, memory_of, num_rows_of, paging, paging_schema, store_sync, write_sync
+from megatron.core.paged_rows import Rows, num_rows_of, operand, paging_schema, store_sync, write_sync
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Launchers, which have the operators' names.
@@ -178,7 +178,8 @@ def gather(x: Tensor, source_of_row: Tensor, *, num_rows: Tensor) -> Tensor:
 
 def gather_into(out: Rows, x: Tensor, source_of_row: Tensor, *, num_rows: Tensor) -> None:
     """Does the same with the memory of `out`: [C, W], x's dtype, possibly in pages."""
-    ops.gather_rows(x.contiguous(), source_of_row, num_rows=num_rows, out=memory_of(out), **paging("out", out))
+    memory, places = operand("out", out)
+    ops.gather_rows(x.contiguous(), source_of_row, num_rows=num_rows, out=memory, **places)
 
 
 def sum_slots(rows: Tensor, row_of_slot: Tensor) -> Tensor:

@@ -28,9 +28,8 @@ from megatron.core.fusions.gated_activation import ops as activation_ops
 from megatron.core.operator_library import Register, operator
 from megatron.core.paged_rows import (
     Rows,
-    memory_of,
     num_rows_of,
-    paging,
+    operand,
     paging_schema,
     read_sync,
     store_sync,
@@ -117,8 +116,8 @@ def multiply_rows(x: Rows, weight: Tensor, *, offsets: Tensor, out: Rows) -> Non
 
     x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype.
     """
-    places = {**paging("x", x), **paging("out", out)}
-    ops.grouped_gemm(memory_of(x), weight, offsets=offsets, out=memory_of(out), **places)
+    (x_memory, x_places), (out_memory, out_places) = operand("x", x), operand("out", out)
+    ops.grouped_gemm(x_memory, weight, offsets=offsets, out=out_memory, **x_places, **out_places)
 
 
 @_operator(
@@ -292,8 +291,8 @@ def add_bias_to(rows: Rows, bias: Tensor, *, scale: Tensor | None, offsets: Tens
 
     rows: [C, O], float dtype; bias: [e, O], the rows' dtype; scale: [C], any float dtype, or None.
     """
-    places = paging("rows", rows)
-    ops.add_expert_bias(memory_of(rows), bias, scale=scale, offsets=offsets, share=share, **places)
+    memory, places = operand("rows", rows)
+    ops.add_expert_bias(memory, bias, scale=scale, offsets=offsets, share=share, **places)
 
 
 @_operator(
@@ -399,8 +398,8 @@ def add_low_rank_to(
 
     rows: [C, O]; low: [C, r]; weight: [e, r, O]; one float dtype. needed: [1], int64, or None.
     """
-    places = paging("rows", rows)
-    ops.add_low_rank(memory_of(rows), low, weight=weight, offsets=offsets, scale=scale, needed=needed, **places)
+    memory, places = operand("rows", rows)
+    ops.add_low_rank(memory, low, weight=weight, offsets=offsets, scale=scale, needed=needed, **places)
 
 
 @_operator(
@@ -460,8 +459,9 @@ def recompute_gate_up(
         low_weight = low_weight.detach()
 
     def recompute_product(x: Rows, matrices: Tensor, out: Rows, *, needed: Tensor, bias: Tensor | None) -> None:
-        places, memory = {**paging("x", x), **paging("out", out)}, memory_of(out)
-        ops.gate_up_from_x(memory_of(x), matrices, offsets=offsets, needed=needed, out=memory, bias=bias, **places)
+        (x_memory, x_places), (memory, places) = operand("x", x), operand("out", out)
+        places = {**x_places, **places}
+        ops.gate_up_from_x(x_memory, matrices, offsets=offsets, needed=needed, out=memory, bias=bias, **places)
 
     def recompute(out: Rows, needed: Tensor, x: Rows, *lows: Tensor) -> None:
         recompute_product(x, weight, out, needed=needed, bias=bias)

@@ -35,6 +35,7 @@ from megatron.core.transformer.moe.paged_stash.group_memory import (
 )
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     ALIGNMENT,
+    DEFAULT_PAGE_SIZE,
     Counter,
     PagesByPriority,
     PoolLayout,
@@ -48,7 +49,7 @@ from megatron.core.transformer.moe.paged_stash.stash import PagedStash
 from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey
 
 # Defaults of Megatron-LM's settings.
-_PAGE_SIZE, _FACTOR_CUDA, _FACTOR_CPU = 64, 1.1, 0.0
+_PAGE_SIZE, _FACTOR_CUDA, _FACTOR_CPU = DEFAULT_PAGE_SIZE, 1.1, 0.0
 
 
 class LearningStash(PagedStash):

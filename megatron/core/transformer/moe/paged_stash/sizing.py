@@ -15,7 +15,9 @@ import torch
 
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, footprint, peak_pages, resident_groups
 from megatron.core.transformer.moe.paged_stash.page_layout import (
+    DEFAULT_PAGE_SIZE,
     LEAST_IMPORTANT,
+    TILE_ROWS,
     PagesByPriority,
     PoolLayout,
     Priority,
@@ -129,6 +131,27 @@ def step_needs(config: StashSettings, events: Sequence[StashEvent], *, max_rows:
         config.moe_paged_stash_page_size, hidden_size=config.hidden_size, itemsize=config.params_dtype.itemsize
     )
     return StepNeeds(events, expert_specs(config, rows=max_rows), balanced_rows, one_page)
+
+
+def page_size_on_gpu(config: StashSettings) -> int:
+    """Returns the rows of hidden size per page on a GPU.
+
+    If experts compute in pages, a page holds whole rows of all tensors, and by default enough of them for a tile of the
+    kernels. Raises ValueError for a size of which a page does not.
+    """
+    size = config.moe_paged_stash_page_size
+    if not config.stash_computes_in_pages:
+        return size
+    widths = [spec.row_bytes for spec in expert_specs(config, rows=1)]
+    least = math.lcm(*widths) // widths[0]
+    if size == DEFAULT_PAGE_SIZE:
+        return TILE_ROWS * least
+    if size % least:
+        raise ValueError(
+            f"moe_paged_stash_page_size is {size}: must be a multiple of {least}, so that a page holds whole rows of x "
+            f"and gate_up ({' and '.join(map(str, widths))} bytes), or moe_paged_stash_compute must be copies"
+        )
+    return size
 
 
 def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:

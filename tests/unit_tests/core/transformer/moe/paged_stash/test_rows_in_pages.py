@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.gated_activation import ops as activation_ops
-from megatron.core.paged_rows import PagedRows, paging
+from megatron.core.paged_rows import PagedRows, operand
 from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
 from megatron.core.transformer.moe.expert_function import expert_outputs
 from megatron.core.transformer.moe.paged_stash import (
@@ -48,6 +48,10 @@ def out_of_pages(rows: PagedRows) -> Tensor:
     """Returns the live rows of pages: [LIVE, W]."""
     size, pages = rows.page_bytes // rows.arena.itemsize, rows.table[:-1].tolist()
     return torch.cat([rows.arena[number * size :][:size] for number in pages])[: LIVE * rows.width].view(LIVE, -1)
+
+
+def paging(name: str, rows: Any) -> dict[str, Any]:
+    return operand(name, rows)[1]
 
 
 def product(x: Any, weight: Tensor, out: Any) -> None:
