@@ -9,7 +9,7 @@ sizes, [n], of any float dtype.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -19,38 +19,22 @@ _ALIGNMENT = 64
 
 
 @final
-class PagedRows(NamedTuple):
+class PagedRows:
     """Up to max_rows rows of `width` elements without gaps, of which page i is page table[i] of the arena.
 
-    arena: [pages * page_bytes / itemsize], the rows' dtype. table: [n], int64, same device. page_bytes: a multiple of
-    16; kernels for GPUs also require a whole number of rows in a page.
+    arena: [pages * page_bytes / itemsize], any dtype, which is the rows' dtype. table: [n], int64, same device.
+    page_bytes: a multiple of 16; kernels for GPUs also require a whole number of rows in a page. sizes: the integers
+    that operators expect beside arena and table. shape: that of the same rows without pages.
     """
 
-    arena: Tensor
-    table: Tensor
-    page_bytes: int
-    max_rows: int
-    width: int
+    # Attributes instead of properties, because each layer reads them several times.
+    __slots__ = ("arena", "table", "page_bytes", "max_rows", "width", "sizes", "shape", "dtype", "device")
 
-    @property
-    def sizes(self) -> list[int]:
-        """The integers that operators expect beside the arena and the table."""
-        return [self.page_bytes, self.max_rows, self.width]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The rows' dtype."""
-        return self.arena.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The rows' device."""
-        return self.arena.device
-
-    @property
-    def shape(self) -> torch.Size:
-        """The shape of the same rows without pages: [max_rows, width]."""
-        return torch.Size((self.max_rows, self.width))
+    def __init__(self, arena: Tensor, table: Tensor, page_bytes: int, max_rows: int, width: int) -> None:
+        self.arena, self.table = arena, table
+        self.page_bytes, self.max_rows, self.width = page_bytes, max_rows, width
+        self.sizes, self.shape = [page_bytes, max_rows, width], torch.Size((max_rows, width))
+        self.dtype, self.device = arena.dtype, arena.device
 
 
 Rows = Tensor | PagedRows

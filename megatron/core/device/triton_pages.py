@@ -18,6 +18,7 @@ iteration therefore finds the rows of the next one. Numbers of rows need half th
 """
 # mypy: allow-untyped-defs
 
+import functools
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
@@ -86,26 +87,34 @@ def row_layout(name: str, rows: Tensor, paging: Paging) -> RowLayout:
             f"{name}_table ({_words(table)}) and {name}_sizes ({list(sizes)}) must be given together: "
             "page ids and [page_bytes, max_rows, width]"
         )
-    page_bytes, max_rows, width = sizes
-    row_bytes = width * rows.itemsize
+    is_arena, is_table = rows.stride() == (1,), table.stride() == (1,) and table.dtype is torch.int64
+    if not is_arena:
+        raise ValueError(f"{name} ({_words(rows)}) must be an arena, which has one dimension and no gaps")
+    if not is_table or table.device != rows.device:
+        raise ValueError(f"{name}_table ({_words(table)}) must be contiguous int64 on {rows.device}, [n]")
+    return _paged_layout(name, *sizes, rows.dtype, rows.shape[0], table.shape[0])
+
+
+# Layers have few sizes, so that each combination is checked only once.
+@functools.lru_cache(4096)
+def _paged_layout(
+    name: str, page_bytes: int, max_rows: int, width: int, dtype: torch.dtype, num_elements: int, num_entries: int
+) -> RowLayout:
+    sizes, row_bytes = [page_bytes, max_rows, width], width * dtype.itemsize
     if width < 1 or not 0 <= max_rows <= 2**30:
-        raise ValueError(f"{name}_sizes ({list(sizes)}): width must be at least 1, max_rows between 0 and 2**30")
+        raise ValueError(f"{name}_sizes ({sizes}): width must be at least 1, max_rows between 0 and 2**30")
     if page_bytes < row_bytes or page_bytes % row_bytes:
         raise ValueError(
             f"{name}_sizes: page_bytes ({page_bytes}) must be a multiple of {row_bytes} bytes, a row of {width} "
-            f"elements of {rows.dtype}: kernels read whole rows from a page"
+            f"elements of {dtype}: kernels read whole rows from a page"
         )
-    if rows.dim() != 1 or not rows.is_contiguous():
-        raise ValueError(f"{name} ({_words(rows)}) must be an arena, which has one dimension and no gaps")
-    if rows.numel() // width >= 2**31:
-        raise ValueError(f"{name} has {rows.numel() // width} rows of {width}, but kernels number at most 2**31 - 1")
+    if num_elements // width >= 2**31:
+        raise ValueError(f"{name} has {num_elements // width} rows of {width}, but kernels number at most 2**31 - 1")
     page = page_bytes // row_bytes
     entries = -(-max_rows // page)
-    if table.dtype != torch.int64 or table.device != rows.device or table.dim() != 1 or not table.is_contiguous():
-        raise ValueError(f"{name}_table ({_words(table)}) must be contiguous int64 on {rows.device}, [n]")
-    if len(table) < entries:
+    if num_entries < entries:
         raise ValueError(
-            f"{name}_table has {len(table)} entries, but {max_rows} rows need {entries} pages of {page} rows"
+            f"{name}_table has {num_entries} entries, but {max_rows} rows need {entries} pages of {page} rows"
         )
     return RowLayout(max_rows, width, (width, 1), page)
 

@@ -90,7 +90,8 @@ class PageGroup:
 
     tensors: in the order of the specs. waits: events that the stream of its first plan must wait for, because the
     previous owner of the table entries may still be reading its records. generation: number of the pool's resets before
-    the group was opened, or CLOSED. is_fixed: the group belongs to a CUDA graph and is never closed.
+    the group was opened, or CLOSED. scratch: pages of scratch in which all rows fit, and whether rows have gaps.
+    is_fixed: the group belongs to a CUDA graph and is never closed.
     """
 
     tensors: list[PlacedTensor]
@@ -99,6 +100,7 @@ class PageGroup:
     slab: "TableSlab"
     room: "_Room"
     calls: list[OperatorCall]
+    scratch: tuple[int, bool]
     is_fixed: bool = False
 
     def dropped(self, index: int) -> Tensor:
@@ -161,6 +163,7 @@ class PagePool:
         self.generation = -1
         self._no_reserve = torch.zeros(len(Priority), dtype=torch.int64, device=self.device)
         self._tables = PageTables(layout, self.device, has_places=scratch_pages > 0)
+        self._arenas: dict[torch.dtype, Tensor] = {}  # views of the arena
         # Owned by the pool, so that stashes that use the pool in turn can share the buffers.
         self.restored = RestoredMemory(self.device, is_kept=keeps_restored and self.device.type == "cpu")
         self.reset()
@@ -210,7 +213,7 @@ class PagePool:
             raise RuntimeError("cannot close the pool: a CUDA graph that uses its pages is alive; delete it first")
         self.reset()
         self.arena, self.host_pages = self.arena.new_empty(0), self.host_pages.new_empty(0)
-        self.device_pages = self.arena
+        self.device_pages, self._arenas = self.arena, {}
 
     def open_group(self, specs: Sequence[TensorSpec], *, is_fixed: bool = False) -> PageGroup:
         """Reserves table entries for tensors that are planned together. Raises ValueError if specs is empty.
@@ -262,12 +265,14 @@ class PagePool:
 
     def rows_in_pages(self, group: PageGroup, index: int, dtype: torch.dtype) -> PagedRows:
         """Returns where kernels find the rows of a tensor, [max_rows, row_bytes / itemsize], planned in pages."""
-        placed = group.tensors[index]
-        spec, places = placed.spec, group.slab.places
+        placed, places, page_bytes = group.tensors[index], group.slab.places, self.layout.page_bytes
         assert places is not None, "planned in pages"
-        table = places[placed.table_start : placed.table_start + self.layout.pages_for(spec.max_bytes)]
-        width = spec.row_bytes // dtype.itemsize
-        return PagedRows(self.arena.view(dtype), table, self.layout.page_bytes, spec.max_rows, width)
+        spec, start = placed.spec, placed.table_start
+        end = start - (-spec.max_rows * spec.row_bytes // page_bytes)
+        arena = self._arenas.get(dtype)
+        if arena is None:
+            arena = self._arenas[dtype] = self.arena.view(dtype)
+        return PagedRows(arena, places[start:end], page_bytes, spec.max_rows, spec.row_bytes // dtype.itemsize)
 
     def scratch_of(self, group: PageGroup, index: int) -> Tensor:
         """Returns the scratch of a tensor: [max_rows * row_bytes], uint8."""
@@ -276,12 +281,11 @@ class PagePool:
         return self.arena[start : start + group.tensors[index].spec.max_bytes]
 
     def _check_scratch(self, group: PageGroup) -> None:
-        specs = [placed.spec for placed in group.tensors]
-        needed = sum(self.layout.pages_for(spec.max_bytes) for spec in specs)
-        if needed > self.scratch_pages or any(spec.pitch_bytes != spec.row_bytes for spec in specs):
+        needed, has_gaps = group.scratch
+        if needed > self.scratch_pages or has_gaps:
             raise ValueError(
                 f"scratch_pages ({self.scratch_pages}) must be at least {needed} to compute these tensors in pages, "
-                f"and their rows without gaps: {specs}"
+                f"and their rows without gaps: {[placed.spec for placed in group.tensors]}"
             )
 
     def check_count(self, num_rows: Tensor, max_rows: int) -> None:
@@ -556,8 +560,7 @@ class PageTables:
         """Opens a group with space for the page ids of these tensors, even if all their rows are live."""
         specs = tuple(specs)
         slab, room, waits = self._take(_size_of(specs, self.layout))
-        placed, calls = _placement_of(specs, self.layout, start=room.start, slot=room.slot)
-        group = PageGroup(placed, waits, generation, slab, room, calls)
+        group = PageGroup(waits=waits, generation=generation, slab=slab, room=room, **self._placed(specs, room))
         slab.open_groups.add(group)
         return group
 
@@ -570,10 +573,14 @@ class PageTables:
         specs = tuple(specs)
         size = _size_of(specs, self.layout)
         slab, room = self._slab(*size), _Room(0, 0, *size)
-        placed, calls = _placement_of(specs, self.layout, start=0, slot=0)
-        group = PageGroup(placed, [], generation, slab, room, calls, is_fixed=True)
+        placed = self._placed(specs, room)
+        group = PageGroup(waits=[], generation=generation, slab=slab, room=room, is_fixed=True, **placed)
         self._fixed.add(group)
         return group
+
+    def _placed(self, specs: tuple[TensorSpec, ...], room: _Room) -> dict[str, Any]:
+        placed, calls, scratch = _placement_of(specs, self.layout, start=room.start, slot=room.slot)
+        return {"tensors": placed, "calls": calls, "scratch": scratch}
 
     def close_group(self, group: PageGroup, after: torch.Event | None) -> None:
         """Returns the group's space to its slab. Fixed groups keep their space.
@@ -625,11 +632,11 @@ def _size_of(specs: tuple[TensorSpec, ...], layout: PoolLayout) -> tuple[int, in
 @lru_cache(_KNOWN_SIZES)
 def _placement_of(
     specs: tuple[TensorSpec, ...], layout: PoolLayout, *, start: int, slot: int
-) -> tuple[list[PlacedTensor], list[OperatorCall]]:
+) -> tuple[list[PlacedTensor], list[OperatorCall], tuple[int, bool]]:
     """Places tensors in a table from entry `start` and slot `slot` on. Callers must not change the result.
 
     Returns the calls of operators too, each with at most MAX_TENSORS tensors, sorted by priority, then by their given
-    order.
+    order, and PageGroup.scratch.
     """
     placed, scratch, first_entry = [], [], start
     for index, spec in enumerate(specs):
@@ -638,10 +645,11 @@ def _placement_of(
         start += layout.pages_for(spec.max_bytes)
     order = planning_order(specs)
     chunks = [order[first : first + MAX_TENSORS] for first in range(0, len(order), MAX_TENSORS)]
-    return placed, [
+    calls = [
         OperatorCall(chunk, encode_tensors(placed[index] for index in chunk), [scratch[index] for index in chunk])
         for chunk in chunks
     ]
+    return placed, calls, (start - first_entry, any(spec.pitch_bytes != spec.row_bytes for spec in specs))
 
 
 class RestoredMemory:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.gated_activation import ActivationForm
-from megatron.core.paged_rows import PagedRows, memory_of, paging
+from megatron.core.paged_rows import PagedRows, memory_of, operand
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     Counter,
     Held,
@@ -50,6 +50,10 @@ FORMS = [ActivationForm(), ActivationForm("quick_geglu", 1.0, 1.0), ActivationFo
 EXACT_GELU = ActivationForm("geglu")
 SET, CLEAR = torch.ones(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64)
 SPARE = 21  # rows of the buffers beyond the live ones
+
+
+def places_of(name: str, rows: Any) -> dict[str, Any]:
+    return operand(name, rows)[1]
 
 
 def rand(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
@@ -101,7 +105,7 @@ def both(launch: Launch, values: dict[str, Tensor], written: set[str], *, counts
         plain[name] = torch.cat([live, nans(SPARE, live.shape[1], dtype=live.dtype)])
         paged[name] = Paged(live, page_rows=page_rows, max_rows=num_live + SPARE)
     launch(**plain)
-    tables = [paging(name, one.rows) for name, one in paged.items()]
+    tables = [places_of(name, one.rows) for name, one in paged.items()]
     launch(
         **{name: memory_of(one.rows) for name, one in paged.items()},
         **{key: value for table in tables for key, value in table.items()},
