@@ -7,7 +7,7 @@ from tests.distributed.walks import lines, paths
 from tests.structure.tour import differences
 
 # Numbers of files of megatron.core that are entered. Lower them when the code shrinks; a new file needs a reason.
-FILES = {Buffers.DYNAMIC: 15, Buffers.STATIC: 17, Buffers.STASH: 25}
+FILES = {Buffers.DYNAMIC: 15, Buffers.STATIC: 17, Buffers.STASH: 26}
 FILES_OF_ACTIVATION = 8
 
 

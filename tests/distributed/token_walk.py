@@ -99,7 +99,8 @@ def _token_on_rank(buffers: Buffers) -> list[Entered]:
     x = torch.randn(SEQUENCE, BATCH, HIDDEN, requires_grad=True)
     stash = None
     if buffers is Buffers.STASH:
-        stash = PagedStash(PagePool("cpu", PoolLayout(page_bytes=1024, device_pages=256)))
+        pool = PagePool("cpu", PoolLayout(page_bytes=1024, device_pages=256), scratch_pages=64)
+        stash = PagedStash(pool, computes_in_pages=True)
         for layer in layers:
             layer.expert_step = layers[0].expert_step
         layers[0].expert_step.stash = stash

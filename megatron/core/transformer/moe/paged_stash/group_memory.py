@@ -196,6 +196,7 @@ class PageKeeper:
         self._reading: list[Reading] = []
         self._lock, self._depth = threading.RLock(), 0
         self._gone: deque[GroupPages] = deque()  # pages of collected groups, not yet released
+        self._has_copied = False  # whether a group was copied since the last reset
 
     def exclusive(self) -> "_Exclusive":
         """Excludes other threads, and finalizers, which Python may run at any time. Disables grad mode."""
@@ -216,6 +217,7 @@ class PageKeeper:
         num_rows: [1], int64; reserve: [3], int64, both on the device. is_captured: whether a CUDA graph captures this
         call, see [Note: captured parts].
         """
+        self._has_copied = True
         pages = GroupPages(self.pool.open_group(rows.specs, is_fixed=is_captured), self.generation)
         if not is_captured:
             # From here on, also after an exception, the pages are released when the group is collected.
@@ -307,7 +309,7 @@ class PageKeeper:
         pages = group.pages
         if pages is None or pages.is_given_back or pages.generation != self.generation:
             return
-        self.pool.release(pages.group)
+        self._release_computed(pages)
         pages.is_given_back = True
         # The events of captured groups belong to graphs, and their entries are never reused.
         after = None if pages.group.is_fixed else record_main(self.pool.device)
@@ -395,12 +397,17 @@ class PageKeeper:
         self.join_all()
         self.pool.reset()
         self.generation += 1
+        self._has_copied = False
         self.pool.restored.trim()
 
     def is_waiting(self, group: GroupMemory) -> bool:
         """Returns whether the group's rows are in pages or being copied back."""
         alive = group.pages is not None and group.pages.generation == self.generation
         return alive and group.phase in (Phase.STASHED, Phase.RESTORING)
+
+    def is_computed(self, group: GroupMemory) -> bool:
+        """Returns whether the group's kernels compute in its pages, from which no rows are restored."""
+        return group.pages is not None and group.pages.computed
 
     def check_current(self, event: StashEvent, generation: int) -> None:
         """Raises RuntimeError if the stash was reset after the forward, which ran in the given generation."""
@@ -437,9 +444,8 @@ class PageKeeper:
         if pages.generation != self.generation:
             return
         if pages.computed:
-            # All releases of such groups run on the main stream.
             main_waits_for(pages.stashed, self.pool.device)
-            self.pool.release(pages.group)
+            self._release_computed(pages)
             self.pool.close_group(pages.group, after=record_main(self.pool.device))
             return
         with self._restore_stream.behind_main(pages.stashed):
@@ -448,6 +454,13 @@ class PageKeeper:
             # A copy back that the main stream has not waited for may still write to these targets.
             main_waits_for(pages.arrived, self.pool.device)
         self.pool.close_group(pages.group, after=pages.arrived)
+
+    def _release_computed(self, pages: GroupPages) -> None:
+        # On the main stream, whose next plan must see these pages as free. Releases of groups that were copied run on
+        # the restore stream, and two releases must not run at the same time.
+        if self._has_copied:
+            main_waits_for(self._restore_stream.record(), self.pool.device)
+        self.pool.release(pages.group)
 
     def _give_back(self, pages: GroupPages) -> None:
         if not pages.is_given_back:

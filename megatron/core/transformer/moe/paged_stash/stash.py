@@ -634,7 +634,7 @@ class PagedStash:
     def _prefetch(self, events: list[StashEvent]) -> None:
         for event in events:
             group = self._groups.get(event.group)
-            if group is not None and group.phase is Phase.STASHED:
+            if group is not None and group.phase is Phase.STASHED and not self._keeper.is_computed(group):
                 self._keeper.start_restore(group)
 
 

@@ -224,6 +224,27 @@ def test_experts_in_pages_have_the_bits_of_whole_buffers(
     equal_with(stash, cases, order="F0 F1 B1 F2 B2 B0")
 
 
+def test_groups_that_are_copied_share_the_pages() -> None:
+    pool = PagePool("cpu", PoolLayout(192, 60, 60), scratch_pages=60)
+    stash, cases = PagedStash(pool, computes_in_pages=True, prefetch_groups=2), [Case() for _ in range(2)]
+    expected = [case.live_grads(run(case, None, "")) for case in cases]
+    for _ in range(3):
+        x = normal(CAPACITY, 8).requires_grad_()
+        first = run(cases[0], stash, "first")
+        with stash.context("copied", 9, max_rows=CAPACITY) as group:
+            group.rows(x)
+            copied = (x * x).sigmoid()
+        last = run(cases[1], stash, "last")
+        assert all(map(torch.equal, cases[1].live_grads(last), expected[1]))
+        (found,) = torch.autograd.grad(copied[:9].sum(), [x])
+        again = x.detach().requires_grad_()
+        (same,) = torch.autograd.grad((again * again).sigmoid()[:9].sum(), [again])
+        assert torch.equal(found[:9], same[:9])
+        assert all(map(torch.equal, cases[0].live_grads(first), expected[0]))
+        assert stash.pool.occupancy_sync().device_held == 0
+        stash.reset()
+
+
 def test_pages_are_scattered_after_groups_of_other_sizes() -> None:
     stash, chance = make_stash(60), random.Random(2)
     cases, waiting = [Case() for _ in range(3)], list[tuple[Case, Tensor]]()
