@@ -211,6 +211,12 @@ def _num_ranks(name: str) -> int:
     return next(ranks for ranks, runs in BY_RANKS.items() if name in runs)
 
 
+@pytest.fixture(autouse=True)
+def plans_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes plans assume the defaults of the runs with which they are compared."""
+    monkeypatch.setenv("MEGATRON_PLAN_DEVICE", "cpu")
+
+
 @cache
 def _plan(name: str, rank_in_stage: int = 0) -> Plan:
     run_config = run_config_of(

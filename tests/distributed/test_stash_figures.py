@@ -35,9 +35,15 @@ LAYOUTS: dict[str, Flags] = {
         "pipeline-model-parallel-size": 2,
         "num-layers-per-virtual-pipeline-stage": 1,
         "rampup-batch-size": [2, 6, 2],
-        **stash(0.5, page_size=4, prefetch_layers=2),
+        **stash(0.5, page_size=4, prefetch_layers=2, compute="copies"),
     },
 }
+
+
+@pytest.fixture(autouse=True)
+def plans_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes plans assume the defaults of the runs with which they are compared."""
+    monkeypatch.setenv("MEGATRON_PLAN_DEVICE", "cpu")
 
 
 @pytest.mark.slow

@@ -28,6 +28,12 @@ STEPS = 3
 SKEWED, BALANCED = [32, 32, 0, 0], [16, 16, 16, 16]  # tokens of each expert, with two choices for 32 tokens
 
 
+@pytest.fixture(autouse=True)
+def plans_for_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes plans assume the defaults of the runs with which they are compared."""
+    monkeypatch.setenv("MEGATRON_PLAN_DEVICE", "cpu")
+
+
 def random_flags(choose: random.Random) -> Flags:
     """Returns flags of a run with 1 to 4 stages, 1 or 2 chunks, and 1 or 2 expert-parallel or data-parallel ranks."""
     (num_stages, num_chunks), experts = choose.choice([(1, 1), (2, 1), (4, 1), (2, 2)]), choose.choice([1, 2])
