@@ -660,6 +660,7 @@ class StashedRows:
         self._kept: list[Tensor] = []
         self._restored: list[tuple[StorageView, RestoredBlock]] = []
         self._placed: list[PagedRows] = []
+        self._is_placed = False
         self._specs: list[TensorSpec] = []
         self._again: Callable[[Tensor], None] | None = None
         self._readers = 0
@@ -682,6 +683,7 @@ class StashedRows:
             row_spec(width * dtype.itemsize, self._max_rows, priority) for width, priority in zip(widths, priorities)
         ]
         self._placed = self._stash._place(group, self._specs, dtype, num_rows=self._num_rows, max_rows=self._max_rows)
+        self._is_placed = True
         x, gate_up = self._placed
         return x, gate_up
 
@@ -697,7 +699,7 @@ class StashedRows:
         """
         if self._is_saved:
             raise RuntimeError(f"{self._group.event.name!r}: rows were saved already; call begin once for each forward")
-        if self._placed:
+        if self._is_placed:
             if list(map(id, (*inputs, gate_up))) != list(map(id, self._placed)):
                 raise ValueError(
                     f"{self._group.event.name!r} was placed in pages: save must receive what place returned"
@@ -745,7 +747,7 @@ class StashedRows:
         """
         if not self._is_saved:
             raise RuntimeError(f"{self._group.event.name!r}: rows were not saved; call save in forward")
-        if self._placed:
+        if self._is_placed:
             if self._group.phase is Phase.READY:
                 raise RuntimeError(
                     f"cannot run backward of the expert group {self._group.event.name!r} a second time: its pages were "
@@ -769,8 +771,10 @@ class StashedRows:
     def done(self) -> None:
         """Ends the work of one reader. After the last one the pages of rows that were placed are released."""
         self._readers -= 1
-        if self._placed and self._readers == 0:
+        if self._is_placed and self._readers == 0:
             self._stash._give_back(self._group)
+            # The arena must not live as long as the graph.
+            self._placed = []
 
     def __enter__(self) -> "StashedRows":
         return self
