@@ -8,8 +8,8 @@ In the functions below, an operand is rows without pages, [C, W], or the arena o
 sizes, [n], of any float dtype.
 """
 
-from collections.abc import Sequence
-from typing import Any, final
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor
@@ -40,7 +40,7 @@ class PagedRows:
 Rows = Tensor | PagedRows
 
 
-_NO_PAGES: dict[str, Any] = {}
+_NO_PAGES: Final[Mapping[str, Any]] = {}
 
 
 def memory_of(rows: Rows) -> Tensor:
@@ -48,8 +48,8 @@ def memory_of(rows: Rows) -> Tensor:
     return rows.arena if type(rows) is PagedRows else rows
 
 
-def operand(name: str, rows: Rows) -> tuple[Tensor, dict[str, Any]]:
-    """Returns what an operator receives for an operand: its memory and, for rows in pages, further arguments."""
+def operand(name: str, rows: Rows) -> tuple[Tensor, Mapping[str, Any]]:
+    """Returns what an operator receives for an operand, [C, W], any dtype: its memory, and arguments for pages."""
     if type(rows) is PagedRows:
         return rows.arena, {f"{name}_table": rows.table, f"{name}_sizes": rows.sizes}
     return rows, _NO_PAGES

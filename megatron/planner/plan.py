@@ -102,7 +102,7 @@ class ModelStates:
 
 @dataclass(frozen=True)
 class PageBytes:
-    """Bytes of the paged stash's pages, on the device and in host memory."""
+    """Bytes of the paged stash's pages and scratch on the device, and of its pages in host memory."""
 
     device: int = 0
     host: int = 0
@@ -409,10 +409,7 @@ class _RankBuild:
     def _pages(self) -> PageBytes:
         """Returns the bytes of the stash's pages, both 0 without a stash."""
         memory = self._expert_memory
-        layout = None if memory is None else memory.pool_layout_for(self._num_microbatches)
-        if layout is None:
-            return PageBytes()
-        return PageBytes(layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes)
+        return PageBytes() if memory is None else PageBytes(*memory.pool_bytes_for(self._num_microbatches))
 
     def _passes(self, num_microbatches: int) -> Sequence[Action]:
         """Returns the passes of the stage in a step of num_microbatches."""

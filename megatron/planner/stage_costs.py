@@ -21,7 +21,7 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_memory import state_bytes
 from megatron.core.pipeline_parallel.expansion import expand, kept_events
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, stage_orders
-from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes, pool_layout, step_needs
+from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes, pool_bytes, pool_layout, step_needs
 from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.planner.activations import SavedSizes
 from megatron.planner.layer_costs import LayerKind, ModelCosts, ParamSize, PartCost, layer_kinds, total_work
@@ -243,9 +243,7 @@ def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> PageBytes:
     max_rows = costs.rows.max_rows if events else 0
     needs = step_needs(costs.config, events, max_rows=max_rows, balanced_rows=costs.rows.balanced)
     layout = pool_layout(costs.config, needs, learned=LearnedSizes())
-    if layout is None:
-        return PageBytes()
-    return PageBytes(layout.device_pages * layout.page_bytes, layout.host_pages * layout.page_bytes)
+    return PageBytes(*pool_bytes(costs.config, needs, layout))
 
 
 def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:

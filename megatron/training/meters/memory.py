@@ -59,14 +59,14 @@ def held_bytes(
 
     memory: the expert memory, whose stash may own pages.
     """
-    pages = {"device_pages": 0, "host_pages": 0}
+    pages = {"device_pages": 0, "host_pages": 0, "scratch": 0}
     if memory is not None and memory.stash is not None:
         pages = memory.stash.pool.num_bytes
     return {
         "parameters": bytes_of(parameter_tensors(model)),
         "gradients": bytes_of(gradient_tensors(model)),
         **optimizer.state_bytes,
-        "pages": pages["device_pages"],
+        "pages": pages["device_pages"] + pages["scratch"],
         "host_pages": pages["host_pages"],
     }
 

@@ -54,6 +54,7 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     grown_sizes,
     learned_lines,
     page_size_on_gpu,
+    pool_bytes,
     pool_layout,
     prefetch_groups,
     rounded_up,
@@ -289,10 +290,10 @@ class ExpertMemory:
             return [*lines, own]
         return lines + [f"stage {stage}: {line}" for stage, (_, line) in enumerate(stages)]
 
-    def pool_layout_for(self, num_microbatches: int) -> PoolLayout | None:
-        """Returns the layout of the pool that `prepare` would allocate without learned sizes. Does not allocate."""
+    def pool_bytes_for(self, num_microbatches: int) -> tuple[int, int]:
+        """Returns the bytes on device and host of the pool that `prepare` would allocate without learned sizes."""
         self.needs = self._needs(num_microbatches)
-        return self._layout(None)
+        return pool_bytes(self._config, self.needs, self._layout(None))
 
     def begin_step(self, *, num_microbatches: int, forward_only: bool) -> None:
         """Prepares buffers and stash for the passes of a step, including retries and steps after an error."""

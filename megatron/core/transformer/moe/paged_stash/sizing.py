@@ -15,6 +15,7 @@ import torch
 
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, footprint, peak_pages, resident_groups
 from megatron.core.transformer.moe.paged_stash.page_layout import (
+    ALIGNMENT,
     DEFAULT_PAGE_SIZE,
     LEAST_IMPORTANT,
     TILE_ROWS,
@@ -143,7 +144,8 @@ def page_size_on_gpu(config: StashSettings) -> int:
     if not config.stash_computes_in_pages:
         return size
     widths = [spec.row_bytes for spec in expert_specs(config, rows=1)]
-    least = math.lcm(*widths) // widths[0]
+    # Pages are multiples of ALIGNMENT bytes.
+    least = math.lcm(*widths, ALIGNMENT) // widths[0]
     if size == DEFAULT_PAGE_SIZE:
         return TILE_ROWS * least
     if size % least:
@@ -183,6 +185,14 @@ def scratch_pages(config: StashSettings, needs: StepNeeds) -> int:
     """Returns the pages in which experts compute rows that have no pages on the device; 0 if rows are copied."""
     unit = PoolLayout(needs.page_bytes, device_pages=1)
     return sum(unit.pages_for(spec.max_bytes) for spec in needs.specs) if config.stash_computes_in_pages else 0
+
+
+def pool_bytes(config: StashSettings, needs: StepNeeds, layout: PoolLayout | None) -> tuple[int, int]:
+    """Returns the bytes of a pool's pages and scratch on the device, and of its pages on the host."""
+    if layout is None:
+        return 0, 0
+    on_device = layout.device_pages + scratch_pages(config, needs)
+    return on_device * layout.page_bytes, layout.host_pages * layout.page_bytes
 
 
 def multiple(factor: float, count: int) -> int:
