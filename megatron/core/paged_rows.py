@@ -8,8 +8,8 @@ In the functions below, an operand is rows without pages, [C, W], or the arena o
 sizes, [n], of any float dtype.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Final, final
+from collections.abc import Sequence
+from typing import Any, final
 
 import torch
 from torch import Tensor
@@ -40,19 +40,16 @@ class PagedRows:
 Rows = Tensor | PagedRows
 
 
-_NO_PAGES: Final[Mapping[str, Any]] = {}
-
-
 def memory_of(rows: Rows) -> Tensor:
     """Returns the tensor that operators receive for rows: [C, W], any dtype, or the arena, [n], same dtype."""
     return rows.arena if type(rows) is PagedRows else rows
 
 
-def operand(name: str, rows: Rows) -> tuple[Tensor, Mapping[str, Any]]:
+def operand(name: str, rows: Rows) -> tuple[Tensor, dict[str, Any]]:
     """Returns what an operator receives for an operand, [C, W], any dtype: its memory, and arguments for pages."""
     if type(rows) is PagedRows:
         return rows.arena, {f"{name}_table": rows.table, f"{name}_sizes": rows.sizes}
-    return rows, _NO_PAGES
+    return rows, {}
 
 
 def paging_schema(name: str) -> str:
