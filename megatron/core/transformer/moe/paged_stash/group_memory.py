@@ -197,6 +197,8 @@ class PageKeeper:
         self._lock, self._depth = threading.RLock(), 0
         self._gone: deque[GroupPages] = deque()  # pages of collected groups, not yet released
         self._has_copied = False  # whether a group was copied since the last reset
+        # The group whose rows from the host are in the scratch until they were read.
+        self._fetched: weakref.ref[GroupMemory] | None = None
 
     def exclusive(self) -> "_Exclusive":
         """Excludes other threads, and finalizers, which Python may run at any time. Disables grad mode."""
@@ -272,6 +274,7 @@ class PageKeeper:
             group.let_go = partial(self._let_go, pages)
         for event in pages.group.waits:
             main_waits_for(event, self.pool.device)
+        self._check_scratch_is_free(group)
         self.pool.plan(pages.group, num_rows, reserve=reserve, in_pages=True)
         group.pages, group.phase = pages, Phase.STASHED
         return pages
@@ -295,7 +298,9 @@ class PageKeeper:
         again: writes the last tensor unless its argument, [1], int64, is 0; None if it is not dropped.
         """
         pages = self._current(group)
+        self._check_scratch_is_free(group)
         if self.pool.layout.host_pages:
+            self._fetched = weakref.ref(group)
             targets = [self.pool.scratch_of(pages.group, index) for index in range(len(pages.group.tensors))]
             with self._restore_stream.behind_main(pages.stashed):
                 self.pool.restore(pages.group, targets, host_only=True)
@@ -311,6 +316,8 @@ class PageKeeper:
             return
         self._release_computed(pages)
         pages.is_given_back = True
+        if self._fetched is not None and self._fetched() is group:
+            self._fetched = None
         # The events of captured groups belong to graphs, and their entries are never reused.
         after = None if pages.group.is_fixed else record_main(self.pool.device)
         self.pool.close_group(pages.group, after=after)
@@ -397,7 +404,7 @@ class PageKeeper:
         self.join_all()
         self.pool.reset()
         self.generation += 1
-        self._has_copied = False
+        self._has_copied, self._fetched = False, None
         self.pool.restored.trim()
 
     def is_waiting(self, group: GroupMemory) -> bool:
@@ -454,6 +461,16 @@ class PageKeeper:
             # A copy back that the main stream has not waited for may still write to these targets.
             main_waits_for(pages.arrived, self.pool.device)
         self.pool.close_group(pages.group, after=pages.arrived)
+
+    def _check_scratch_is_free(self, group: GroupMemory) -> None:
+        """Raises RuntimeError if a late reader of another group may still need rows that came from the host."""
+        fetched = None if self._fetched is None else self._fetched()
+        if fetched is not None and fetched is not group:
+            raise RuntimeError(
+                f"the expert group {group.event.name!r} would overwrite rows of {fetched.event.name!r}, whose weight "
+                "gradients have not been computed yet: compute them before the next group runs, or use no pages on the "
+                "host (moe_paged_stash_buffer_size_factor_cpu 0), or --moe-paged-stash-compute copies"
+            )
 
     def _release_computed(self, pages: GroupPages) -> None:
         # On the main stream, whose next plan must see these pages as free. Releases of groups that were copied run on

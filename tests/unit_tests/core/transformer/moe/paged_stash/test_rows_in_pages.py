@@ -308,6 +308,20 @@ def test_pages_are_held_until_late_weight_gradients_have_read_them() -> None:
     assert stash.pool.occupancy_sync().device_held == 0
 
 
+def test_late_weight_gradients_of_rows_from_the_host_are_computed_before_the_next_group() -> None:
+    stash, case, late = make_stash(2, 99), Case(), list[WeightGrad]()
+    main_grad = torch.zeros_like(case.named["weight1"])
+    set_grad_owner(case.named["weight1"], GradOwner(main_grad, late.append))
+    expected = case.live_grads(case.apart(), wanted=["weight1"])[0]
+    output = run(case, stash, "layer")
+    output.backward(normal(*output.shape))
+    with pytest.raises(RuntimeError, match="'other' would overwrite rows of 'layer', whose weight gradients have not"):
+        run(Case(), stash, "other")
+    late[0].add_to(main_grad, scale=1.0, is_zero=True)
+    torch.testing.assert_close(main_grad, expected)
+    run(Case(), stash, "other")
+
+
 def test_pages_return_without_a_backward_and_after_an_error() -> None:
     stash, case = make_stash(), Case()
     output = run(case, stash, "layer")
