@@ -135,7 +135,8 @@ class ExpertBytes(TorchDispatchMode):
         self._count()
 
     def _attribute(self, tensor: Tensor, kind: Kind) -> None:
-        kind = kind if tensor.is_floating_point() and tensor.dim() > 1 else Kind.INDEX
+        has_rows = tensor.is_floating_point() and tensor.dim() > 1 and tensor.shape[-1] > 1
+        kind = kind if has_rows else Kind.INDEX
         storage = tensor.untyped_storage()
         self._made[kind][storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         if kind is Kind.WIRE:
