@@ -49,7 +49,13 @@ MICROBATCHES = 4
 WARM_STEPS = 4
 SHAPE = replace(SMALL, microbatches=MICROBATCHES, seq=32, extra="--bf16 --no-check-for-nan-in-loss-and-grad")
 # Name -> side of graph_step.py.
-SIDES = {"plain": PLAIN, "dropless": DROPLESS, "static": STATIC, "stash": "eager static + stash"}
+SIDES = {
+    "plain": PLAIN,
+    "dropless": DROPLESS,
+    "static": STATIC,
+    "stash": "eager static + stash",
+    "pages": "eager static + stash, pages",
+}
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,8 @@ PREFETCH = 1
 HEADROOM = 1.1  # pages over the average requirement of the routing
 FACTOR = "--moe-expert-rank-capacity-factor"
 STASH = f"--moe-paged-stash --moe-paged-stash-prefetch-layers {PREFETCH}"
+# Explicit, because the default depends on the device.
+IN_PAGES, IN_COPIES = "--moe-paged-stash-compute pages", "--moe-paged-stash-compute copies"
 DEVICE_PAGES = "--moe-paged-stash-buffer-size-factor-cuda"
 HOST_PAGES = "--moe-paged-stash-buffer-size-factor-cpu"
 GRAPH = "--cuda-graph-impl full_iteration --cuda-graph-warmup-steps 2"
@@ -162,16 +164,21 @@ class Side:
         """Whether rows wait for backward in pages."""
         return STASH in (self.flags or "")
 
+    @property
+    def computes_in_pages(self) -> bool:
+        """Whether experts compute in the pages of a stash, so that rows are not copied."""
+        return IN_PAGES in (self.flags or "")
+
 
 PLAIN, DROPLESS, STATIC, GRAPHED = "plain PyTorch", "eager dropless", "eager static", "graph"
-HEADLINE = "graph + stash, optimizer"
+HEADLINE, PAGED = "graph + stash, optimizer", "graph + stash, pages"
 
 
 def sides_of(routing: Routing) -> dict[str, Side]:
-    """Returns the sides by name."""
+    """Returns the sides by name. Those with a stash copy rows into pages, unless their name ends in ", pages"."""
     static = f"{FACTOR} {CAPACITY}"
-    stash, graph = f"{static} {STASH}", f"{static} {GRAPH}"
-    graph_stash = f"{stash} {GRAPH}"
+    stash, graph = f"{static} {STASH} {IN_COPIES}", f"{static} {GRAPH}"
+    paged, graph_stash = f"{static} {STASH} {IN_PAGES}", f"{stash} {GRAPH}"
 
     def pages(share: float) -> str:
         # The flag is relative to balanced rows.
@@ -182,9 +189,11 @@ def sides_of(routing: Routing) -> dict[str, Side]:
         DROPLESS: Side(""),
         STATIC: Side(static),
         "eager static + stash": Side(f"{stash} {pages(HEADROOM)}"),
+        "eager static + stash, pages": Side(f"{paged} {pages(HEADROOM)}"),
         "local graphs": Side(f"{static} {LOCAL_GRAPHS}"),
         GRAPHED: Side(graph),
         "graph + stash": Side(f"{graph_stash} {pages(HEADROOM)}"),
+        PAGED: Side(f"{paged} {GRAPH} {pages(HEADROOM)}"),
         HEADLINE: Side(f"{graph_stash} --optimizer-cuda-graph {pages(HEADROOM)}"),
         "graph + stash, spill": Side(f"{graph_stash} {pages(0.7)} {HOST_PAGES} {0.6 * routing.mean:g}"),
         "graph + stash, 60% of pages": Side(f"{graph_stash} {pages(0.6)}"),

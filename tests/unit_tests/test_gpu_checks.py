@@ -105,7 +105,7 @@ def test_expected_seconds_of_a_call_fit_into_its_limit_and_have_reasons() -> Non
         printed = schedule(CHECKS, call)
         assert all(f"{check.expected:6.0f} s  {check.name}: {check.reason}" in printed for check in own)
     names = " ".join(check.name for check in CHECKS if check.call)
-    measured = "ceilings qwen_short qwen_4096 stack48 deepseek local_graphs kernels_of_later_issues"
+    measured = "ceilings paged_products qwen_short qwen_4096 stack48 deepseek local_graphs kernels_of_later_issues"
     assert names == f"{measured} stash_late_streams full_graph replays kernels"
 
 

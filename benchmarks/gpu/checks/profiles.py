@@ -60,6 +60,7 @@ def work_of_kernels(shape: Shape, side: Side) -> dict[str, Work]:
         # Of the GEMMs, only the one that a stash may recompute; see [Note: choice of kernel] in grouped_gemm.py.
         product = rows * (hidden + 2 * ffn) * element + 2 * weights * element
         work["grouped_gemm_kernel"] = Work(passes * product, passes * 4.0 * rows * hidden * ffn)
+    if side.has_stash and not side.computes_in_pages:
         # x, gate_up and the rows' weights. The last layer's rows are used before they would be stashed.
         copied = rows * ((hidden + 2 * ffn) * element + number)
         work["copy_kernel"] = Work(4.0 * copied * (shape.layers - 1) * shape.microbatches)
