@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.transformer.moe.paged_stash.page_layout import EncodedTensor, Held, split_tensors
 from tests.device_model.alarms import Kind, site
-from tests.device_model.memory import Usage, Use
+from tests.device_model.memory import Block, Usage, Use
 
 if TYPE_CHECKING:
     from tests.device_model.device import Device
@@ -231,7 +231,7 @@ def release(
 def paged_operands(device: "Device", given: Mapping[str, Any], writes: Collection[str]) -> tuple[set[int], list[Usage]]:
     """Returns the ids of an operator's operands that are arenas of pages, and the bytes of their live rows.
 
-    given: the operator's arguments by name. writes: names of arguments that it changes.
+    given: the operator's arguments by name. writes: names of arguments that it changes. Reports pages that are free.
     """
     arenas, found = set[int](), list[Usage]()
     for name, table in given.items():
@@ -243,6 +243,7 @@ def paged_operands(device: "Device", given: Mapping[str, Any], writes: Collectio
         rows = min(int(device.bytes_of(counts)[-1]), max_rows)
         block, start, _ = device.range_of(memory)
         arenas.add(id(memory))
+        free = _free_pages(device, block)
         # Operators change `rows` in place, and write other results without reading them.
         uses = [
             use
@@ -254,8 +255,21 @@ def paged_operands(device: "Device", given: Mapping[str, Any], writes: Collectio
             for place in device.bytes_of(table)[: -(-left // page_bytes)].tolist():
                 first = start + place * page_bytes
                 found.append(Usage(block, first, first + min(left, page_bytes), use))
+                if place in free:
+                    device.alarms.add(Kind.RELEASED, f"{operand} in the stash", site())
                 left -= page_bytes
     return arenas, found
+
+
+def _free_pages(device: "Device", arena: Block) -> set[int]:
+    """Returns the ids of the free pages on the device of the pool that has this arena."""
+    pools = (pool for pool in (reference() for reference in device.page_pools.values()) if pool is not None)
+    pool = next((pool for pool in pools if pool.arena.numel() and device.block_of(pool.arena) is arena), None)
+    if pool is None:
+        return set()
+    ring, size = device.bytes_of(pool.ring), pool.layout.device_pages
+    head, tail = (int(device.bytes_of(ends)[0]) for ends in (pool.heads, pool.tails))
+    return {int(ring[place % size]) for place in range(head, tail)}
 
 
 ACCESS_SETS = {f"paged_stash::{one.__name__}": one for one in (plan, stash, restore, release)}

@@ -23,6 +23,7 @@ class Kind(Enum):
     GROWTH = "new memory is allocated while the memory that it replaces is alive"
     OVERWRITTEN = "a replay has overwritten this memory, which shares its pool"
     FREED = "a replay uses memory that was freed after the capture"
+    RELEASED = "a kernel uses pages of the stash that were released"
     RETURNED = "pinned memory is returned to the operating system while the device may still use it"
     PAGEABLE = "a kernel uses host memory that is not pinned"
     UNREGISTERED = "captured work draws from a generator that the graph does not know"

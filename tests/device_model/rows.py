@@ -7,7 +7,7 @@ prints the alarms of the named rows, or of all rows. --waits also prints where t
 Most rows are configurations of the capture table in docs/cuda_graphs.md, captured as whole steps ("full: ...") or as
 parts of layers ("local: ..."), or eager ("eager: ...") where a whole step cannot be captured. The others are cases of
 the gate (tools/gate/cases.py) for features that the table lacks: FSDP2, ZeRO-2, offloading, updates in backward, and
-overflows of the stash.
+overflows of the stash. "pages, ..." is the row of the rest of the name, with experts that compute in pages.
 """
 
 import argparse
@@ -32,6 +32,15 @@ FULL = ["--cuda-graph-impl", "full_iteration", "--cuda-graph-warmup-steps", "1"]
 LOCAL = ["--cuda-graph-impl", "local", "--cuda-graph-warmup-steps", "1", "--cuda-graph-modules"]
 # With graphs: a warm-up step, the capture with the first replay, and a second replay.
 NUM_STEPS = 3
+# Rows that also train with experts in the pages of the stash, which is not the default on a GPU.
+IN_PAGES = ["--moe-paged-stash-compute", "pages"]
+ALSO_IN_PAGES = (
+    "step graph: few pages",
+    "local: stash that spills to the host",
+    "stash: spills to the host",
+    "full: stash in a pipeline",
+)
+PAGED = "pages, "  # prefix of these rows
 # Prefixes of the rows from the capture table.
 CAPTURED = ("full: ", "local: ", "eager: ")
 # Subjects of the gate whose cases are rows, except for cases that read files.
@@ -98,6 +107,8 @@ def all_rows() -> Mapping[str, Row]:
                 rows[case.name] = _row_of_case(case, NUM_STEPS)
             elif case.name.startswith(SUBJECTS_OF_GRAPHS):
                 rows[case.name] = _row_of_case(case, NUM_STEPS + 1)
+    for name in ALSO_IN_PAGES:
+        rows[f"{PAGED}{name}"] = replace(rows[name], argv=(*IN_PAGES, *rows[name].argv))
     return rows
 
 

@@ -229,6 +229,30 @@ def shares_a_pool_out_of_order(in_order: bool = False) -> None:
     assert one.numel() and two.sum().item() == 28 + 24
 
 
+def reads_pages_after_their_release(reads_first: bool = False) -> None:
+    import torch
+
+    from megatron.core.paged_rows import operand
+    from megatron.core.transformer.moe.paged_stash import PagePool, PoolLayout
+    from megatron.core.transformer.moe.paged_stash.expert_ops import ops
+    from megatron.core.transformer.moe.paged_stash.page_layout import row_spec
+
+    pool = PagePool("cuda", PoolLayout(64, 8), scratch_pages=8)
+    group = pool.open_group([row_spec(16, 8)])
+    offsets = torch.tensor([6], dtype=torch.int32, device="cuda")
+    pool.plan(group, offsets.long(), in_pages=True)
+    x, places = operand("x", pool.rows_in_pages(group, 0, torch.float32))
+
+    def read() -> None:
+        ops.grouped_gemm(x, numbers().view(1, 4, 2), offsets=offsets, out=torch.empty(8, 2, device="cuda"), **places)
+
+    if reads_first:
+        read()
+    pool.release(group)
+    if not reads_first:
+        read()
+
+
 CASES = {
     "RACE": [
         (reads_without_waiting, {"waits": True}),
@@ -245,6 +269,7 @@ CASES = {
         (returns_memory_of_a_running_copy, {"waits": True}),
         (returns_memory_of_a_graph, {"drops": True}),
     ],
+    "RELEASED": [(reads_pages_after_their_release, {"reads_first": True})],
     "FREED": [(frees_the_input_of_a_graph, {"keeps": True})],
     "OVERWRITTEN": [(shares_a_pool_out_of_order, {"in_order": True})],
 }

@@ -10,7 +10,7 @@ import pytest
 
 from tests.counts import long_count
 from tests.device_model.host import on_modelled_gpus
-from tests.device_model.rows import CAPTURED, SUBJECTS_OF_GRAPHS, Modelled, all_rows, train
+from tests.device_model.rows import CAPTURED, PAGED, SUBJECTS_OF_GRAPHS, Modelled, all_rows, train
 
 ROWS = all_rows()
 # In addition to the capture table: each kind of parallelism, and each recompute level and tier of the stash. The other
@@ -46,6 +46,9 @@ EVENTS = {
     "step graph: few pages": {"spilled_pages", "dropped_gate_up"},
     "step graph: overflow and retry": {"void_steps"},
     "layer graphs: pages": {"spilled_pages", "dropped_gate_up"},
+    "pages, step graph: few pages": {"spilled_pages", "dropped_gate_up"},
+    "pages, local: stash that spills to the host": {"spilled_pages"},
+    "pages, stash: spills to the host": {"spilled_pages"},
 }
 # How often the host waits for the device in a step, by function. Each wait leaves a GPU idle.
 _OF_EVERY_STEP = {"StatisticsExchange._sum_sync": 2, "GradChecks.non_finite_sync": 1}
@@ -78,7 +81,7 @@ ALSO_LOCAL = [
 def _is_usual(name: str) -> bool:
     form, _, configuration = name.partition(": ")
     if not name.startswith(CAPTURED):
-        return name in USUAL
+        return name in USUAL or name.startswith(PAGED)
     better = {"full": [], "local": ["full"], "eager": ["full", "local"]}[form]
     is_first = not any(f"{one}: {configuration}" in ROWS for one in better)
     return is_first or (form == "local" and configuration in ALSO_LOCAL)
@@ -104,7 +107,9 @@ def test_a_row_trains_on_modelled_gpus_without_an_alarm(name: str) -> None:
         assert len(record.losses) == ROWS[name].num_steps and record.num_launches > 500
         # A part whose capture fails would run eagerly, and the row would not test its graphs.
         assert record.failure is None
-        assert (record.num_captures > 0) == name.startswith(("full: ", "local: ", *SUBJECTS_OF_GRAPHS))
+        assert (record.num_captures > 0) == name.removeprefix(PAGED).startswith(
+            ("full: ", "local: ", *SUBJECTS_OF_GRAPHS)
+        )
 
 
 @pytest.mark.slow

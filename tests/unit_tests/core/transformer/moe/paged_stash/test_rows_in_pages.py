@@ -245,6 +245,39 @@ def test_groups_that_are_copied_share_the_pages() -> None:
         stash.reset()
 
 
+def spoil_padding(stash: PagedStash, groups: Sequence[StashedRows], *, live: int) -> None:
+    """Fills all bytes of the arena with NaN, except for live rows of these groups in pages that they hold."""
+    arena, page_bytes = stash.pool.arena, stash.pool.layout.page_bytes
+    is_live = torch.zeros_like(arena, dtype=torch.bool)
+    for rows in (rows for group in groups for rows in group._placed):
+        left = live * rows.width * rows.arena.itemsize
+        for page in rows.table.tolist():
+            if page < stash.pool.layout.device_pages:
+                is_live[page * page_bytes :][: max(0, min(left, page_bytes))] = True
+            left -= page_bytes
+    arena.masked_fill_(~is_live, 0xFF)
+
+
+@pytest.mark.parametrize("pool", ["all on the device", "few", "on both"])
+@pytest.mark.parametrize("has_more", [False, True], ids=["", "biases and adapters"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_nan_in_padding_free_pages_and_scratch_reaches_no_result(pool: str, has_more: bool, dtype: torch.dtype) -> None:
+    stash = make_stash(*POOLS[pool], page_bytes=48 * dtype.itemsize, reserved_share=0.0)
+    cases = [Case(has_more=has_more, dtype=dtype) for _ in range(2)]
+    assert stash.pool.arena.fill_(0xFF).view(dtype).isnan().all()
+    outputs = []
+    for number, case in enumerate(cases):
+        outputs.append(run(case, stash, f"layer {number}"))
+        spoil_padding(stash, [output.grad_fn.saved._stashed for output in outputs], live=case.live)
+    for case, output in zip(reversed(cases), reversed(outputs)):
+        assert torch.equal(output, run(case, None, ""))
+        assert all(map(torch.equal, case.live_grads(output), case.live_grads(run(case, None, ""))))
+    counters = stash.pool.occupancy_sync().counters
+    assert counters[Counter.VOID] == 0
+    assert (counters[Counter.DROPPED_GATE_UP] > 0) == (pool == "few")
+    assert (counters[Counter.SPILLED_PAGES] > 0) == (pool == "on both")
+
+
 def test_pages_are_scattered_after_groups_of_other_sizes() -> None:
     stash, chance = make_stash(60), random.Random(2)
     cases, waiting = [Case() for _ in range(3)], list[tuple[Case, Tensor]]()
