@@ -373,8 +373,10 @@ CHECKS = (
     Check(
         "tests_stash",
         None,
-        "all tests of the stash pass: every width, delayed streams including in training, captured recomputation",
+        "all tests of the stash pass: every width, delayed streams including in training, captured recomputation, "
+        "experts in pages",
         _tests(
+            "tests/gpu/test_experts_in_pages.py",
             "tests/gpu/test_stash_kernels.py",
             "tests/gpu/test_stash_races.py",
             "tests/gpu/test_stash_recompute.py",

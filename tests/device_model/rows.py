@@ -36,6 +36,7 @@ NUM_STEPS = 3
 IN_PAGES = ["--moe-paged-stash-compute", "pages"]
 ALSO_IN_PAGES = (
     "step graph: few pages",
+    "layer graphs: pages",
     "local: stash that spills to the host",
     "stash: spills to the host",
     "full: stash in a pipeline",

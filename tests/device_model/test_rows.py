@@ -47,7 +47,7 @@ EVENTS = {
     "step graph: overflow and retry": {"void_steps"},
     "layer graphs: pages": {"spilled_pages", "dropped_gate_up"},
     "pages, step graph: few pages": {"spilled_pages", "dropped_gate_up"},
-    "pages, local: stash that spills to the host": {"spilled_pages"},
+    "pages, layer graphs: pages": {"spilled_pages", "dropped_gate_up"},
     "pages, stash: spills to the host": {"spilled_pages"},
 }
 # How often the host waits for the device in a step, by function. Each wait leaves a GPU idle.

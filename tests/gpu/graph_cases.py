@@ -38,6 +38,8 @@ CASES = {
     "pages": Case("moe", {**EXPERTS, **ROUTER, **HALF, **DROPOUT, **stash(1.5)}),
     "pages on the host": Case("moe", {**EXPERTS, **stash(0.5, 2.0)}),
     "rungs": Case("moe", {**EXPERTS, **ROUTER, **stash(0.3, 0.4)}),
+    "computed in pages": Case("moe", {**EXPERTS, **ROUTER, **HALF, **DROPOUT, **stash(1.5, compute="pages")}),
+    "computed in few pages": Case("moe", {**EXPERTS, **stash(0.3, 0.4, compute="pages")}),
     "pages and update": Case("moe", {**EXPERTS, **HALF, **stash(0.3, 0.4), **UPDATE}),
 }
 EAGER: Flags = {"cuda-graph-impl": "none", "optimizer-cuda-graph": False}
