@@ -74,15 +74,20 @@ class RowLayout(NamedTuple):
     page: int
 
 
-def row_layout(name: str, rows: Tensor, paging: Paging) -> RowLayout:
+def row_layout(
+    name: str, rows: Tensor, paging: Paging, *, num_rows: int | None = None, width: int | None = None
+) -> RowLayout:
     """Returns the placement of an operand. Raises ValueError for an arena, table or sizes that kernels cannot use.
 
-    name: the operand's. rows: [C, W], or an arena, [elements], any dtype.
+    name: the operand's. rows: [C, W], or an arena, [elements], any dtype. num_rows, width: C and W that the other
+    operands require; None if any.
     """
     table, sizes = paging
     if table is None and not sizes:
-        return RowLayout(rows.shape[0], rows.shape[1], rows.stride(), 0)
-    if table is None or len(sizes) != 3:
+        layout = RowLayout(rows.shape[0], rows.shape[1], rows.stride(), 0)
+        _check_rows(name, layout, num_rows=num_rows, width=width)
+        return layout
+    if table is None or not sizes:
         raise ValueError(
             f"{name}_table ({_words(table)}) and {name}_sizes ({list(sizes)}) must be given together: "
             "page ids and [page_bytes, max_rows, width]"
@@ -92,17 +97,24 @@ def row_layout(name: str, rows: Tensor, paging: Paging) -> RowLayout:
         raise ValueError(f"{name} ({_words(rows)}) must be an arena, which has one dimension and no gaps")
     if not is_table or table.device != rows.device:
         raise ValueError(f"{name}_table ({_words(table)}) must be contiguous int64 on {rows.device}, [n]")
-    return _paged_layout(name, *sizes, rows.dtype, rows.shape[0], table.shape[0])
+    return _paged_layout(name, tuple(sizes), rows.dtype, rows.shape[0], table.shape[0], (num_rows, width))
 
 
 # Layers have few sizes, so that each combination is checked only once.
 @functools.lru_cache(4096)
 def _paged_layout(
-    name: str, page_bytes: int, max_rows: int, width: int, dtype: torch.dtype, num_elements: int, num_entries: int
+    name: str,
+    sizes: tuple[int, ...],
+    dtype: torch.dtype,
+    num_elements: int,
+    num_entries: int,
+    required: tuple[int | None, int | None],
 ) -> RowLayout:
-    sizes, row_bytes = [page_bytes, max_rows, width], width * dtype.itemsize
+    if len(sizes) != 3:
+        raise ValueError(f"{name}_sizes ({list(sizes)}) must be [page_bytes, max_rows, width]")
+    (page_bytes, max_rows, width), row_bytes = sizes, sizes[2] * dtype.itemsize
     if width < 1 or not 0 <= max_rows <= 2**30:
-        raise ValueError(f"{name}_sizes ({sizes}): width must be at least 1, max_rows between 0 and 2**30")
+        raise ValueError(f"{name}_sizes ({list(sizes)}): width must be at least 1, max_rows between 0 and 2**30")
     if page_bytes < row_bytes or page_bytes % row_bytes:
         raise ValueError(
             f"{name}_sizes: page_bytes ({page_bytes}) must be a multiple of {row_bytes} bytes, a row of {width} "
@@ -116,15 +128,18 @@ def _paged_layout(
         raise ValueError(
             f"{name}_table has {num_entries} entries, but {max_rows} rows need {entries} pages of {page} rows"
         )
-    return RowLayout(max_rows, width, (width, 1), page)
+    layout = RowLayout(max_rows, width, (width, 1), page)
+    _check_rows(name, layout, num_rows=required[0], width=required[1])
+    return layout
 
 
-def check_rows(name: str, layout: RowLayout, *, num_rows: int, width: int) -> None:
+def _check_rows(name: str, layout: RowLayout, *, num_rows: int | None, width: int | None) -> None:
     """Raises ValueError unless an operand has the rows and the width that the other operands require."""
-    if (layout.num_rows, layout.width) != (num_rows, width):
+    required = layout.num_rows if num_rows is None else num_rows, layout.width if width is None else width
+    if (layout.num_rows, layout.width) != required:
         raise ValueError(
             f"{name} has {layout.num_rows} rows of {layout.width} elements, but the other operands require "
-            f"{num_rows} rows of {width}"
+            f"{required[0]} rows of {required[1]}"
         )
 
 

@@ -34,7 +34,7 @@ from megatron.core.device.triton_launch import (
     check_dtypes,
     next_power_of_2,
 )
-from megatron.core.device.triton_pages import Paging, check_rows, find_rows, row_layout
+from megatron.core.device.triton_pages import Paging, find_rows, row_layout
 
 SILU = tl.constexpr(int(Curve.SILU))
 GELU = tl.constexpr(int(Curve.GELU))
@@ -321,9 +321,8 @@ def _gate_up_layout(
     gate_up: Tensor, pages: Paging, act_shape: torch.Size, activation: str
 ) -> tuple[tuple[int, ...], int]:
     """Returns the strides and the rows of a page of a paged gate_up, for an act of [C, F]."""
-    layout = row_layout("gate_up", gate_up, pages)
     width = act_shape[1] * (2 if ACTIVATIONS[activation].is_gated else 1)
-    check_rows("gate_up", layout, num_rows=act_shape[0], width=width)
+    layout = row_layout("gate_up", gate_up, pages, num_rows=act_shape[0], width=width)
     return layout.strides, layout.page
 
 

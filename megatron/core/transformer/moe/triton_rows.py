@@ -26,7 +26,7 @@ from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, next_power_of_2
-from megatron.core.device.triton_pages import check_rows, find_rows, row_layout
+from megatron.core.device.triton_pages import find_rows, row_layout
 
 # Elements that a program sums for each choice: 16 bytes for each thread of 4 warps in half precision. See [Note: bytes
 # in flight].
@@ -299,8 +299,7 @@ def gather_rows(
     Raises ValueError for a table and sizes that do not fit the operands.
     """
     if out_table is not None or out_sizes:
-        layout = row_layout("out", out, (out_table, out_sizes))
-        check_rows("out", layout, num_rows=source_of_row.shape[0], width=x.shape[1])
+        layout = row_layout("out", out, (out_table, out_sizes), num_rows=source_of_row.shape[0], width=x.shape[1])
         if out.dtype != x.dtype:
             raise ValueError(f"out ({out.dtype}) must have x's dtype, {x.dtype}")
         capacity, page = layout.num_rows, layout.page

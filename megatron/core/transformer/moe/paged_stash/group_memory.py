@@ -195,6 +195,7 @@ class PageKeeper:
         self._stash_stream, self._restore_stream = streams.stash, streams.restore
         self._reading: list[Reading] = []
         self._lock, self._depth = threading.RLock(), 0
+        self._exclusive = _Exclusive(self)
         self._gone: deque[GroupPages] = deque()  # pages of collected groups, not yet released
         self._has_copied = False  # whether a group was copied since the last reset
         # The group whose rows from the host are in the scratch until they were read.
@@ -202,7 +203,7 @@ class PageKeeper:
 
     def exclusive(self) -> "_Exclusive":
         """Excludes other threads, and finalizers, which Python may run at any time. Disables grad mode."""
-        return _Exclusive(self)
+        return self._exclusive
 
     @torch.compiler.disable  # the records of groups change while the compiler evaluates its guards
     def stash(
@@ -490,16 +491,24 @@ class PageKeeper:
 
 
 class _Exclusive:
-    """The context of PageKeeper.exclusive. It is a class, because a generator costs the host several times as much."""
+    """The context of PageKeeper.exclusive, which has one: the outermost use disables the modes for nested ones.
+
+    It is a class, because a generator costs the host several times as much.
+    """
 
     __slots__ = ("_keeper", "_has_grad", "_inference")
 
     def __init__(self, keeper: PageKeeper) -> None:
         self._keeper = keeper
+        # Of the outermost use.
+        self._has_grad = False
+        self._inference: torch.inference_mode | None = None
 
     def __enter__(self) -> None:
         self._keeper._lock.acquire()
         self._keeper._depth += 1
+        if self._keeper._depth > 1:
+            return
         self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
         if self._inference is not None:
             self._inference.__enter__()
@@ -509,10 +518,11 @@ class _Exclusive:
 
     def __exit__(self, *error: Any) -> None:
         keeper = self._keeper
-        if self._has_grad:
-            torch.set_grad_enabled(True)
-        if self._inference is not None:
-            self._inference.__exit__(*error)
+        if keeper._depth == 1:
+            if self._has_grad:
+                torch.set_grad_enabled(True)
+            if self._inference is not None:
+                self._inference.__exit__(*error)
         keeper._depth -= 1
         keeper._lock.release()
         if keeper._gone:

@@ -36,6 +36,7 @@ class Priority(enum.IntEnum):
     ACT = 2  # recomputed from gate_up if dropped
 
 
+NUM_PRIORITIES = len(Priority)
 # With up_to=LEAST_IMPORTANT, a count includes all tensors.
 LEAST_IMPORTANT = max(Priority)
 
@@ -142,9 +143,10 @@ def live_rows(spec: TensorSpec, num_rows: int) -> int:
 
 def pages_for(specs: Sequence[TensorSpec], num_rows: int, *, layout: PoolLayout) -> PagesByPriority:
     """Returns the number of pages that a group's tensors require for `num_rows` live tokens, by priority."""
-    pages = [0] * len(Priority)
+    pages, page_bytes = [0] * NUM_PRIORITIES, layout.page_bytes
     for spec in specs:
-        pages[spec.priority] += layout.pages_for(live_rows(spec, num_rows) * spec.row_bytes)
+        # As live_rows and PoolLayout.pages_for, which would be calls for each tensor of a step.
+        pages[spec.priority] -= -(-num_rows // spec.tokens_per_row) * spec.row_bytes // -page_bytes
     return PagesByPriority(*pages)
 
 

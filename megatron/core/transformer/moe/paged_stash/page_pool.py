@@ -50,11 +50,11 @@ from megatron.core.paged_rows import PagedRows
 from megatron.core.transformer.moe.paged_stash.cpu_kernels import ops
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     MAX_TENSORS,
+    NUM_PRIORITIES,
     Counter,
     Held,
     PlacedTensor,
     PoolLayout,
-    Priority,
     TensorSpec,
     Tier,
     encode_tensors,
@@ -161,7 +161,7 @@ class PagePool:
         self.ring = torch.zeros(layout.num_pages, dtype=torch.int32, device=self.device)
         self.counters = torch.zeros(len(Counter), dtype=torch.int64, device=self.device)
         self.generation = -1
-        self._no_reserve = torch.zeros(len(Priority), dtype=torch.int64, device=self.device)
+        self._no_reserve = torch.zeros(NUM_PRIORITIES, dtype=torch.int64, device=self.device)
         self._tables = PageTables(layout, self.device, has_places=scratch_pages > 0)
         self._arenas: dict[torch.dtype, Tensor] = {}  # views of the arena
         # Owned by the pool, so that stashes that use the pool in turn can share the buffers.
@@ -243,7 +243,7 @@ class PagePool:
         if in_pages:
             self._check_scratch(group)
         reserve = self._no_reserve if reserve is None else reserve
-        for name, tensor, length in (("num_rows", num_rows, 1), ("reserve", reserve, len(Priority))):
+        for name, tensor, length in (("num_rows", num_rows, 1), ("reserve", reserve, NUM_PRIORITIES)):
             if tensor.shape != (length,) or tensor.dtype != torch.int64 or tensor.device != self.device:
                 found = f"{list(tensor.shape)}, {tensor.dtype}, on {tensor.device}"
                 raise ValueError(f"{name} ({found}) must be [{length}], torch.int64, on {self.device}")
@@ -490,9 +490,9 @@ class TableSlab:
     """A page table and its records, on the device, and the groups that have space in them.
 
     table: [entries], int64; places: the same, or None if nothing is computed in pages; held: [slots, len(Held)], int64.
-    Returned space is reused undivided by the next group of
-    the same size, which waits for the events that were returned with it. waits: events that must complete before unused
-    space is used, from groups that were closed before the slab was last empty.
+    Returned space is reused undivided by the next group of the same size, which waits for the events that were returned
+    with it. waits: events that must complete before unused space is used, from groups that were closed before the slab
+    was last empty.
     """
 
     table: Tensor
@@ -519,7 +519,7 @@ class TableSlab:
     def take_new(self, size: tuple[int, int]) -> tuple[_Room, list[torch.Event]] | None:
         """Takes space that was not used since the slab was last empty, with the events to wait for; None if full."""
         start, slot = self.used.num_entries, self.used.num_slots
-        if start + size[0] > len(self.table) or slot + size[1] > len(self.held):
+        if start + size[0] > self.table.shape[0] or slot + size[1] > self.held.shape[0]:
             return None
         self.used = _Room(0, 0, start + size[0], slot + size[1])
         return _Room(start, slot, *size), list(self.waits)

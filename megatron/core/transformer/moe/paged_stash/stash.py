@@ -570,10 +570,11 @@ class PagedStash:
     def _learn(self, event: StashEvent, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
         if self._num_forwards > _MAX_FORWARDS:
             return
-        if event.group in self._max_bytes and self._reserve.knows(event.group, specs, max_rows=max_rows):
+        group = event.group
+        if group in self._max_bytes and self._reserve.knows(group, specs, max_rows=max_rows):
             return
-        self._reserve.learn(event.group, specs, max_rows=max_rows)
-        self._max_bytes[event.group] = sum(spec.max_bytes for spec in specs)
+        self._reserve.learn(group, specs, max_rows=max_rows)
+        self._max_bytes[group] = sum(spec.max_bytes for spec in specs)
 
     def _reserve_of(self, event: StashEvent) -> Tensor | None:
         """Returns the pages that this forward's plan must leave free: [3], int64, on the device, or None."""

@@ -85,18 +85,19 @@ class StashOrder:
 
     def observe(self, event: StashEvent) -> None:
         """Records an event of the step. Must be called once for each event, when it happens."""
-        if len(self._seen) >= MAX_EVENTS:
+        position = len(self._seen)
+        if position >= MAX_EVENTS:
             # Too long for a step, so nothing is predicted or learned.
             self._departed, self._forwards, self._waiting = True, {}, {}
             return
-        position = len(self._seen)
         self._departed = self._departed or position >= len(self._events) or self._events[position] != event
         self._seen.append(event)
+        group = event.group
         if event.kind is EventKind.FORWARD:
-            self._forwards[event.group] = len(self._forwards)
-            self._waiting[event.group] = None
+            self._forwards[group] = len(self._forwards)
+            self._waiting[group] = None
         else:
-            self._waiting.pop(event.group, None)
+            self._waiting.pop(group, None)
 
     def is_backward_next(self, event: StashEvent) -> bool:
         """Returns whether the same group's backward is the next event after this forward. False if unknown."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, check_dtypes, next_power_of_2
-from megatron.core.device.triton_pages import NO_PAGES, Paging, check_rows, find_rows, row_layout
+from megatron.core.device.triton_pages import NO_PAGES, Paging, find_rows, row_layout
 
 # Elements of one tile: 16 for each thread of 4 warps.
 _ELEMENTS = 2048
@@ -176,9 +176,8 @@ def add_bias_if(
     """
     max_rows, pitch, page = rows.shape[0], rows.stride(0), 0
     if pages[0] is not None or pages[1]:
-        layout = row_layout("rows", rows, pages)
-        num_rows = layout.num_rows if scale is None else scale.shape[0]
-        check_rows("rows", layout, num_rows=num_rows, width=bias.shape[1])
+        num_rows = None if scale is None else scale.shape[0]
+        layout = row_layout("rows", rows, pages, num_rows=num_rows, width=bias.shape[1])
         max_rows, pitch, page = layout.num_rows, layout.width, layout.page
     launch, tile_rows, column_tiles = _addition(rows.dtype, bias.dtype, bias.shape, pitch, share, page)
     launch(-(-max_rows // tile_rows) * column_tiles, (rows, bias, scale, offsets, needed, pages[0]), (max_rows,))

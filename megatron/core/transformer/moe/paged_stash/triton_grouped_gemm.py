@@ -39,7 +39,6 @@ from megatron.core.device.triton_launch import (
 from megatron.core.device.triton_pages import (
     NO_PAGES,
     Paging,
-    check_rows,
     find_tile,
     row_layout,
 )
@@ -261,8 +260,7 @@ def grouped_gemm_weight_grad(
     """
     max_rows, x_strides, page = x.shape[0], x.stride(), 0
     if x_table is not None or x_sizes:
-        layout = row_layout("x", x, (x_table, x_sizes))
-        check_rows("x", layout, num_rows=grad.shape[0], width=out.shape[1])
+        layout = row_layout("x", x, (x_table, x_sizes), num_rows=grad.shape[0], width=out.shape[1])
         max_rows, x_strides, page = layout.num_rows, layout.strides, layout.page
     strides = (*x_strides, *grad.stride(), *out.stride())
     launch, tiles = _weight_gradient(x.dtype, out.shape, strides, scale, is_added, page)
@@ -355,16 +353,17 @@ def _launch_grouped_gemm(
 
     names: of x and out in error messages.
     """
-    shape, max_rows, x_strides, out_strides, pages = weight.shape, x.shape[0], x.stride(), out.stride(), (0, 0)
+    shape = weight.shape
     if x_pages[0] is not None or out_pages[0] is not None or x_pages[1] or out_pages[1]:
-        of_x, of_out = row_layout(names[0], x, x_pages), row_layout(names[1], out, out_pages)
+        of_x = row_layout(names[0], x, x_pages, width=shape[1])
+        of_out = row_layout(names[1], out, out_pages, width=shape[2])
         if of_x.num_rows != of_out.num_rows:
             rows = [f"{name} has {one.num_rows} rows" for name, one in zip(names, (of_x, of_out))]
             raise ValueError(f"{' and '.join(rows)}, but both must have the same number of rows")
-        check_rows(names[0], of_x, num_rows=of_x.num_rows, width=shape[1])
-        check_rows(names[1], of_out, num_rows=of_x.num_rows, width=shape[2])
         max_rows, x_strides, out_strides = of_x.num_rows, of_x.strides, of_out.strides
         pages = (of_x.page, of_out.page)
+    else:
+        max_rows, x_strides, out_strides, pages = x.shape[0], x.stride(), out.stride(), (0, 0)
     strides = (*x_strides, *weight.stride(), *out_strides)
     launch, tile_rows, column_tiles = _product(x.dtype, out.dtype, shape, strides, scale, pages)
     # The last tile of each expert's rows may be partly empty.

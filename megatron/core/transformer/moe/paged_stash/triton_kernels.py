@@ -427,10 +427,10 @@ def plan(
     ValueError for places and scratch that do not fit the table and the tensors.
     """
     if places is None and not scratch:
-        launch, numbers = _one_program(plan_kernel, tuple(layout), tuple(tensors))
+        launch, numbers = _plan(tuple(layout), tuple(tensors), ())
     else:
         _check_places(places, table, len(tensors) // INTS_PER_TENSOR, scratch)
-        launch, numbers = _one_program(plan_kernel, tuple(layout), tuple(tensors), tuple(scratch))
+        launch, numbers = _plan(tuple(layout), tuple(tensors), tuple(scratch))
     launch(1, (num_rows, reserve, heads, tails, ring, table, held, counters, places), numbers)
 
 
@@ -515,20 +515,32 @@ def release(
     tensors: Sequence[int],
 ) -> None:
     """Launches paged_stash::release. ring: [pages], int32; tails: [2], int64. See [Note: operands], cpu_kernels.py."""
-    launch, numbers = _one_program(release_kernel, tuple(layout), tuple(tensors))
+    launch, numbers = _release(tuple(layout), tuple(tensors))
     launch(1, (ring, tails, table, held), numbers)
 
 
+# Two functions, because a kernel as a key of a cache would be hashed by Python code in each call.
+
+
 @functools.lru_cache(MAX_PREPARED)
-def _one_program(
-    kernel: Any, layout: tuple[int, ...], tensors: tuple[int, ...], scratch: tuple[int, ...] = ()
+def _plan(
+    layout: tuple[int, ...], tensors: tuple[int, ...], scratch: tuple[int, ...]
 ) -> tuple[PreparedLaunch, tuple[tuple[int, ...], ...]]:
-    """Returns a launch of plan_kernel or release_kernel, and its encoded numbers. scratch: of a plan with places."""
+    """Returns a launch of plan_kernel, and its encoded numbers. scratch: () unless it writes places."""
     count = count_for(len(tensors) // INTS_PER_TENSOR)
     numbers: tuple[tuple[int, ...], ...] = (shifted(layout), shifted_tensors(tensors))
     if scratch:
         numbers += (shifted([*scratch, *[-1] * (count - len(scratch))]),)
-    return _of_count(kernel, count, bool(scratch)), numbers
+    return _of_count(plan_kernel, count, bool(scratch)), numbers
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _release(
+    layout: tuple[int, ...], tensors: tuple[int, ...]
+) -> tuple[PreparedLaunch, tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Returns a launch of release_kernel, and its encoded numbers."""
+    count = count_for(len(tensors) // INTS_PER_TENSOR)
+    return _of_count(release_kernel, count, False), (shifted(layout), shifted_tensors(tensors))
 
 
 @functools.cache
