@@ -48,7 +48,7 @@ LAYERS = (2, 4)
 MICROBATCHES = 4
 WARM_STEPS = 4
 SHAPE = replace(SMALL, microbatches=MICROBATCHES, seq=32, extra="--bf16 --no-check-for-nan-in-loss-and-grad")
-# Name -> side of graph_step.py.
+# Name -> side of graph_step.py. stash: rows are copied into pages; pages: experts compute in them.
 SIDES = {
     "plain": PLAIN,
     "dropless": DROPLESS,
