@@ -360,7 +360,9 @@ def stash(page_bytes: int, num_tensors: int, *, has_places: bool = False) -> Non
     state: dict[str, Any] = {"table": table, "held": held, **numbers}
     one, three = (torch.empty(size, dtype=torch.int64) for size in (1, 3))
     counters = torch.empty(len(triton_kernels.Counter), dtype=torch.int64)
-    places = {"places": torch.empty_like(table), "scratch": [0] * num_tensors} if has_places else {}
+    places: dict[str, Any] = {}
+    if has_places:
+        places = {"places": torch.empty_like(table), "scratch": [0] * num_tensors}
     triton_kernels.plan(one, three, heads=ends[0], tails=ends[1], ring=ring, counters=counters, **state, **places)
     triton_kernels.stash(moved, pages[0], host_pages=pages[1], num_programs=0, **state)
     triton_kernels.restore(pages[0], pages[1], targets=moved, num_programs=0, **state)
