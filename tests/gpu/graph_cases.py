@@ -35,12 +35,12 @@ CASES = {
     "scaled": Case("llama", SCALED),
     "scaled update": Case("llama", {**SCALED, **UPDATE}),
     "experts": Case("moe", {**EXPERTS, **ROUTER}),
-    "pages": Case("moe", {**EXPERTS, **ROUTER, **HALF, **DROPOUT, **stash(1.5)}),
-    "pages on the host": Case("moe", {**EXPERTS, **stash(0.5, 2.0)}),
-    "rungs": Case("moe", {**EXPERTS, **ROUTER, **stash(0.3, 0.4)}),
+    "pages": Case("moe", {**EXPERTS, **ROUTER, **HALF, **DROPOUT, **stash(1.5, compute="copies")}),
+    "pages on the host": Case("moe", {**EXPERTS, **stash(0.5, 2.0, compute="copies")}),
+    "rungs": Case("moe", {**EXPERTS, **ROUTER, **stash(0.3, 0.4, compute="copies")}),
     "computed in pages": Case("moe", {**EXPERTS, **ROUTER, **HALF, **DROPOUT, **stash(1.5, compute="pages")}),
     "computed in few pages": Case("moe", {**EXPERTS, **stash(0.3, 0.4, compute="pages")}),
-    "pages and update": Case("moe", {**EXPERTS, **HALF, **stash(0.3, 0.4), **UPDATE}),
+    "pages and update": Case("moe", {**EXPERTS, **HALF, **stash(0.3, 0.4, compute="copies"), **UPDATE}),
 }
 EAGER: Flags = {"cuda-graph-impl": "none", "optimizer-cuda-graph": False}
 

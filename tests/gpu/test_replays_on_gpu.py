@@ -35,8 +35,8 @@ FORBIDDEN = ("Malloc", "Free", "HostAlloc", "Synchronize")
 RUNS = {
     "dense": Case("dense", {**HALF, **DROPOUT}),
     "scaled update": Case("llama", {**SCALED, **UPDATE}),
-    "pages": Case("moe", {**EXPERTS, **ROUTER, **stash(0.5, 2.0)}),
-    "rungs and update": Case("moe", {**EXPERTS, **stash(0.3, 0.4), **UPDATE}),
+    "pages": Case("moe", {**EXPERTS, **ROUTER, **stash(0.5, 2.0, compute="copies")}),
+    "rungs and update": Case("moe", {**EXPERTS, **stash(0.3, 0.4, compute="copies"), **UPDATE}),
 }
 
 

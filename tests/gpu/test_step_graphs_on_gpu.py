@@ -53,8 +53,8 @@ PARTS = {
     "dense": ("attn mlp", Case("dense", {**HALF_OF_PARTS, **DROPOUT})),
     "experts": ("moe", Case("moe", {**EXPERTS, **ROUTER})),
     "experts alone": ("experts", Case("moe", EXPERTS)),
-    "pages": ("moe", Case("moe", {**EXPERTS, **ROUTER, **HALF_OF_PARTS, **stash(1.5)})),
-    "pages of experts alone": ("experts", Case("moe", {**EXPERTS, **stash(0.3, 0.4)})),
+    "pages": ("moe", Case("moe", {**EXPERTS, **ROUTER, **HALF_OF_PARTS, **stash(1.5, compute="copies")})),
+    "pages of experts alone": ("experts", Case("moe", {**EXPERTS, **stash(0.3, 0.4, compute="copies")})),
     "routers": ("moe_router experts", Case("moe", EXPERTS)),
 }
 

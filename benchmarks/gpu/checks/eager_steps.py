@@ -19,7 +19,7 @@ STEPS, ERROR = 3, 1e-3
 CASES = {
     "dense": Case("dense", {}),
     "experts": Case("moe", EXPERTS),
-    "stash, host pages, recomputation": Case("moe", {**EXPERTS, **stash(0.3, 0.4)}),
+    "stash, host pages, recomputation": Case("moe", {**EXPERTS, **stash(0.3, 0.4, compute="copies")}),
 }
 
 

@@ -13,14 +13,17 @@ from tests.gpu.graph_cases import DROPOUT, EAGER, EXPERTS, HALF, UPDATE, Case, a
 # By name, with the counters that must not be 0, because otherwise a case would not cover what its name says.
 CASES = {
     "experts": (Case("moe", {**EXPERTS, **ROUTER}), ()),
-    "stash": (Case("moe", {**EXPERTS, **ROUTER, **HALF, **DROPOUT, **stash(1.5)}), ("planned_pages",)),
-    "stash, host pages": (Case("moe", {**EXPERTS, **stash(0.5, 2.0)}), ("spilled_pages",)),
+    "stash": (
+        Case("moe", {**EXPERTS, **ROUTER, **HALF, **DROPOUT, **stash(1.5, compute="copies")}),
+        ("planned_pages",),
+    ),
+    "stash, host pages": (Case("moe", {**EXPERTS, **stash(0.5, 2.0, compute="copies")}), ("spilled_pages",)),
     "stash, host pages, recomputed gate_up": (
-        Case("moe", {**EXPERTS, **ROUTER, **stash(0.3, 0.4)}),
+        Case("moe", {**EXPERTS, **ROUTER, **stash(0.3, 0.4, compute="copies")}),
         ("spilled_pages", "dropped_gate_up"),
     ),
     "the same with the update in the graph": (
-        Case("moe", {**EXPERTS, **HALF, **stash(0.3, 0.4), **UPDATE}),
+        Case("moe", {**EXPERTS, **HALF, **stash(0.3, 0.4, compute="copies"), **UPDATE}),
         ("spilled_pages", "dropped_gate_up"),
     ),
 }

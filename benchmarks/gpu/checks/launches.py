@@ -27,7 +27,7 @@ from tests.functional_tests.case import Flags
 from tests.gpu.graph_cases import EXPERTS, HALF, Case, argv_of
 
 FEW, MANY, WARM_STEPS = 2, 4, 3
-CASES: dict[str, Flags] = {"static experts": {}, "static experts with a stash": stash(1.5)}
+CASES: dict[str, Flags] = {"static experts": {}, "static experts with a stash": stash(1.5, compute="copies")}
 
 
 def main() -> None:

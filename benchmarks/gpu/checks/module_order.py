@@ -23,11 +23,15 @@ ORDER = "F0.0 F0.1 B0.0 F0.2 B0.1 B0.2"
 PARTS = {
     "dense": ("attn mlp", 16, Case("dense", {**HALF_OF_PARTS, **DROPOUT})),
     "experts": ("attn moe", 32, Case("moe", {**EXPERTS, **ROUTER})),
-    "stash": ("moe", 16, Case("moe", {**EXPERTS, **ROUTER, **stash(1.5), "moe-paged-stash-prefetch-layers": 0})),
+    "stash": (
+        "moe",
+        16,
+        Case("moe", {**EXPERTS, **ROUTER, **stash(1.5, compute="copies"), "moe-paged-stash-prefetch-layers": 0}),
+    ),
     "stash, host pages, recomputed gate_up": (
         "experts",
         16,
-        Case("moe", {**EXPERTS, **stash(0.3, 0.4), "moe-paged-stash-prefetch-layers": 0}),
+        Case("moe", {**EXPERTS, **stash(0.3, 0.4, compute="copies"), "moe-paged-stash-prefetch-layers": 0}),
     ),
 }
 one_forward_one_backward = schedule.one_forward_one_backward
