@@ -23,7 +23,6 @@ without a stash, and the low-rank products are computed again.
 rows. The result is bit-identical, because the recomputation runs the same operations in the same order as the forward.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -53,7 +52,7 @@ from megatron.core.transformer.moe.grouped_gemm import (
     multiply_into,
     product_kernel,
 )
-from megatron.core.transformer.moe.paged_stash import Recompute, StashedRows, recompute_gate_up
+from megatron.core.transformer.moe.paged_stash import Recompute, RowsReader, StashedRows, recompute_gate_up
 from megatron.core.transformer.moe.paged_stash.expert_ops import add_bias_to, add_low_rank_to, ops
 from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
 from megatron.core.transformer.moe.static_rows import StaticOrder, gather, gather_into, sum_slots
@@ -236,17 +235,14 @@ class _SavedRows:
             self._held = {}
         return stashed | (dict(zip(held, unpacked([*held.values()]))) if self._is_packed else held)
 
-    def new_reader(self) -> Callable[[], None] | None:
-        """Returns a function to call once a product has read the rows; None if they are not in pages."""
-        if not self.is_in_pages or self._stashed is None:
-            return None
-        self._stashed.add_reader()
-        return self._stashed.done
+    def new_reader(self) -> RowsReader | None:
+        """Returns what a product informs of reading the rows; None if they are not in pages."""
+        return self._stashed.add_reader() if self.is_in_pages and self._stashed is not None else None
 
-    def done(self) -> None:
+    def done(self, *, has_failed: bool = False) -> None:
         """Says that backward reads no row any more, except for the products of new_reader."""
         if self.is_in_pages and self._stashed is not None:
-            self._stashed.done()
+            self._stashed.done(has_failed=has_failed)
 
 
 def _recompute_of(call: _Call, *, hidden: int, recomputes_low: bool) -> Recompute:
@@ -317,7 +313,11 @@ class _Experts(PlainFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if may_differentiate(ctx) and _is_differentiable(ctx):
             return _second_order(ctx, grad)
-        return _first_order(ctx, grad)
+        try:
+            return _first_order(ctx, grad)
+        except BaseException:
+            ctx.saved.done(has_failed=True)
+            raise
 
 
 def _dispatched(x: Tensor, probs: Tensor, order: StaticOrder, *, into: PagedRows | None) -> tuple[Rows, Tensor]:
@@ -499,13 +499,13 @@ def _weight_grads(
     place = 2 + ctx.fcs[0].num_tensors if number else 2
     weight = a = None
     if needs.weight:
-        when_read = None if number else ctx.saved.new_reader()
-        product = ExpertGrads(rows, grad, offsets, fc.weight.shape, ctx.kernels[number], when_read)
+        reader = None if number else ctx.saved.new_reader()
+        product = ExpertGrads(rows, grad, offsets, fc.weight.shape, ctx.kernels[number], reader)
         weight = hand_over(fc.weight, product, node=ctx.next_functions[place][0])
     if needs.lora_a and grad_low is not None:
         kernel = _kernel_of(rows, fc.lora_a, offsets=offsets, is_static=ctx.math.is_static)
-        when_read = None if number else ctx.saved.new_reader()
-        product = ExpertGrads(rows, grad_low, offsets, fc.lora_a.shape, kernel, when_read)
+        reader = None if number else ctx.saved.new_reader()
+        product = ExpertGrads(rows, grad_low, offsets, fc.lora_a.shape, kernel, reader)
         place += 1 if fc.bias is None else 2
         a = hand_over(fc.lora_a, product, node=ctx.next_functions[place][0])
     return weight, a

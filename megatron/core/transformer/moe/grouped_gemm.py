@@ -12,7 +12,6 @@ forward. torch's kernel would first write a temporary of the weights' size. fp64
 
 import enum
 import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from megatron.core.device import cpu_alone
 from megatron.core.paged_rows import PagedRows, Rows, operand
+from megatron.core.transformer.moe.paged_stash import RowsReader
 from megatron.core.transformer.moe.paged_stash.expert_ops import HAS_TRITON, multiply_rows, ops
 
 
@@ -95,7 +95,7 @@ class ExpertGrads:
     """WeightGrad of a grouped GEMM, computed from its input rows and the gradient of its output.
 
     rows: [R, I], possibly in pages. grad: [R, O], same dtype. shape: shape of the weight. kernel: the product's kernel.
-    when_read: called once the rows were read.
+    reader: is informed before and after the rows are read.
     """
 
     rows: Rows
@@ -103,13 +103,15 @@ class ExpertGrads:
     offsets: Tensor
     shape: torch.Size
     kernel: ProductKernel
-    when_read: Callable[[], None] | None = None
+    reader: RowsReader | None = None
 
     def compute(self) -> Tensor:
         """Returns the gradient: [*weight shape], the rows' dtype."""
+        if self.reader is None:
+            return self._computed()
+        self.reader.begin()
         found = self._computed()
-        if self.when_read is not None:
-            self.when_read()
+        self.reader.end()
         return found
 
     def _computed(self) -> Tensor:
@@ -136,6 +138,8 @@ class ExpertGrads:
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
         """Adds scale times the gradient to `out`: [*weight shape], a dtype that fits. is_zero: overwrite `out`."""
+        if self.reader is not None:
+            self.reader.begin()
         if _adds_in_kernel(self.rows) or type(self.rows) is PagedRows:
             self._write_by_kernel(out, scale=scale, is_added=not is_zero)
         else:
@@ -143,8 +147,8 @@ class ExpertGrads:
             for matrix, (rows, grad) in zip(matrices, self._pairs_sync()):
                 if rows.shape[0] > 0:
                     torch.addmm(matrix, rows.t(), grad, beta=beta, alpha=scale, out=matrix)
-        if self.when_read is not None:
-            self.when_read()
+        if self.reader is not None:
+            self.reader.end()
 
     @cpu_alone
     def _pairs_sync(self) -> list[tuple[Tensor, Tensor]]:

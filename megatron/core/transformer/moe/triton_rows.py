@@ -161,21 +161,22 @@ def experts_kernel(rows_per_group, experts, rows_per_rank, num_experts, BINS: tl
     tl.store(experts + rank * rows_per_rank + row, tl.sum(is_past.to(tl.int32), axis=1), mask=row < rows_per_rank)
 
 
-@triton.jit(do_not_specialize_on_alignment=["num_rows", "out_table"])
+@triton.jit(do_not_specialize=["capacity"], do_not_specialize_on_alignment=["num_rows", "out_table"])
 def gather_kernel(
     x,
     source_of_row,
     num_rows,
     out,
     out_table,
+    capacity,
     width,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     OUT_PAGE: tl.constexpr,
 ):
-    """Copies the source of each live row. OUT_PAGE: see [Note: lookups] in triton_pages.py."""
+    """Copies the source of each live row, at most `capacity`. OUT_PAGE: see [Note: lookups] in triton_pages.py."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    is_live = row < tl.load(num_rows)
+    is_live = row < tl.minimum(tl.load(num_rows), capacity)
     source = tl.load(source_of_row + row, mask=is_live, other=-1)
     is_there = source >= 0
     start = source.to(tl.int64) * width
@@ -307,7 +308,7 @@ def gather_rows(
         capacity, page = out.shape[0], 0
     if out.numel():
         gather, tile_rows = _gather(x.shape[1], page)
-        gather(-(-capacity // tile_rows), (x, source_of_row, num_rows, out, out_table))
+        gather(-(-capacity // tile_rows), (x, source_of_row, num_rows, out, out_table), (capacity,))
 
 
 @functools.cache
@@ -367,6 +368,7 @@ def compile_cases() -> Iterator[CompileCase]:
                 num_rows="*i64",
                 out=data,
                 out_table="*i64" if page else None,
+                capacity="i32",
                 width=width,
                 OUT_PAGE=page,
                 **_tile(elements, most_columns=_COPIED_COLUMNS),

@@ -33,7 +33,13 @@ from megatron.core.transformer.moe.paged_stash.manager import (
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from megatron.core.transformer.moe.paged_stash.saved_tensors import RowTensors, StashGroup
-from megatron.core.transformer.moe.paged_stash.stash import CapturedPart, PagedStash, ReplayedForward, StashedRows
+from megatron.core.transformer.moe.paged_stash.stash import (
+    CapturedPart,
+    PagedStash,
+    ReplayedForward,
+    RowsReader,
+    StashedRows,
+)
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent, StashOrder, layer_name
 
 __all__ = [
@@ -59,6 +65,7 @@ __all__ = [
     "StashGroup",
     "StashOrder",
     "StashStreams",
+    "RowsReader",
     "StashedRows",
     "TensorSpec",
     "add_expert_bias",

@@ -133,9 +133,10 @@ def plan(
         end[0] += on_device
         end[1] += on_host
         if places is not None and is_computed:
-            needed = -(-rows * one.row_bytes // page_bytes)
-            found = places.numpy()[one.table_start : one.table_start + needed]
-            found[:] = range(scratch[index], scratch[index] + needed)
+            # All entries, so that even rows that were not counted are written to the scratch.
+            entries = -(-one.max_rows * one.row_bytes // page_bytes)
+            found = places.numpy()[one.table_start : one.table_start + entries]
+            found[:] = range(scratch[index], scratch[index] + entries)
             found[:on_device] = ids[:on_device]
     account.end_plan()
     for numbers in (records, tally, ends):

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.device.streams import SideStream, main_waits_for, record_main
+from megatron.core.paged_rows import PagedRows
 from megatron.core.transformer.moe.paged_stash.page_layout import COPIES_PER_PROCESSOR, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.page_pool import RESTORE_ALIGNMENT, PageGroup, PagePool
 from megatron.core.transformer.moe.paged_stash.saved_tensors import (
@@ -71,6 +72,7 @@ class GroupMemory:
         self.recomputations: list[Recomputation] = []
         self.ready: torch.Event | None = None  # set when rows are restored and dropped tensors recomputed
         self.let_go: Callable[[], None] | None = None  # releases the pages, if that has not happened yet
+        self.placed: list[PagedRows] = []  # the tensors of a group that is computed in pages, until they are released
 
     def __del__(self) -> None:
         if self.let_go is not None and not sys.is_finalizing():
@@ -198,8 +200,6 @@ class PageKeeper:
         self._exclusive = _Exclusive(self)
         self._gone: deque[GroupPages] = deque()  # pages of collected groups, not yet released
         self._has_copied = False  # whether a group was copied since the last reset
-        # The group whose rows from the host are in the scratch until they were read.
-        self._fetched: weakref.ref[GroupMemory] | None = None
 
     def exclusive(self) -> "_Exclusive":
         """Excludes other threads, and finalizers, which Python may run at any time. Disables grad mode."""
@@ -275,7 +275,7 @@ class PageKeeper:
             group.let_go = partial(self._let_go, pages)
         for event in pages.group.waits:
             main_waits_for(event, self.pool.device)
-        self._check_scratch_is_free(group)
+        self.pool.take_scratch(pages.group, group.event.name)
         self.pool.plan(pages.group, num_rows, reserve=reserve, in_pages=True)
         group.pages, group.phase = pages, Phase.STASHED
         return pages
@@ -283,6 +283,8 @@ class PageKeeper:
     def spill(self, group: GroupMemory, *, num_rows: Tensor) -> None:
         """Copies what the kernels computed in the scratch to the group's pages on the host. num_rows: [1], int64."""
         pages = self._current(group)
+        self.pool.check_fresh(pages.group)
+        self.pool.leave_scratch(pages.group)
         if not self.pool.layout.host_pages:
             return
         sources = [self.pool.scratch_of(pages.group, index) for index in range(len(pages.group.tensors))]
@@ -299,9 +301,8 @@ class PageKeeper:
         again: writes the last tensor unless its argument, [1], int64, is 0; None if it is not dropped.
         """
         pages = self._current(group)
-        self._check_scratch_is_free(group)
+        self.pool.take_scratch(pages.group, group.event.name)
         if self.pool.layout.host_pages:
-            self._fetched = weakref.ref(group)
             targets = [self.pool.scratch_of(pages.group, index) for index in range(len(pages.group.tensors))]
             with self._restore_stream.behind_main(pages.stashed):
                 self.pool.restore(pages.group, targets, host_only=True)
@@ -310,15 +311,23 @@ class PageKeeper:
             again(self.pool.dropped(pages.group, len(pages.group.tensors) - 1))
         group.ready, group.phase = record_main(self.pool.device), Phase.READY
 
+    def check_readable(self, group: GroupMemory) -> None:
+        """Raises RuntimeError if a reset, or the last reader, has released the pages of a group."""
+        self.pool.check_fresh(self._current(group).group)
+
+    def end_backward(self, group: GroupMemory) -> None:
+        """Ends the backward of a group that was computed in pages, whose weight gradients are computed later."""
+        assert group.pages is not None
+        self.pool.leave_scratch(group.pages.group, has_late_readers=True)
+
     def give_back(self, group: GroupMemory) -> None:
         """Releases the pages of a group that was computed in them. Later calls do nothing."""
         pages = group.pages
         if pages is None or pages.is_given_back or pages.generation != self.generation:
             return
+        self.pool.leave_scratch(pages.group)
         self._release_computed(pages)
         pages.is_given_back = True
-        if self._fetched is not None and self._fetched() is group:
-            self._fetched = None
         # The events of captured groups belong to graphs, and their entries are never reused.
         after = None if pages.group.is_fixed else record_main(self.pool.device)
         self.pool.close_group(pages.group, after=after)
@@ -398,6 +407,7 @@ class PageKeeper:
     def forget_copies(self) -> None:
         """Drops pending waits for copies into pages. After an aborted capture, CUDA would reject their events."""
         self._reading.clear()
+        self.pool.forget_scratch()
 
     def reset(self) -> None:
         """Frees all pages. Allocates nothing."""
@@ -405,7 +415,7 @@ class PageKeeper:
         self.join_all()
         self.pool.reset()
         self.generation += 1
-        self._has_copied, self._fetched = False, None
+        self._has_copied = False
         self.pool.restored.trim()
 
     def is_waiting(self, group: GroupMemory) -> bool:
@@ -462,16 +472,6 @@ class PageKeeper:
             # A copy back that the main stream has not waited for may still write to these targets.
             main_waits_for(pages.arrived, self.pool.device)
         self.pool.close_group(pages.group, after=pages.arrived)
-
-    def _check_scratch_is_free(self, group: GroupMemory) -> None:
-        """Raises RuntimeError if a late reader of another group may still need rows that came from the host."""
-        fetched = None if self._fetched is None else self._fetched()
-        if fetched is not None and fetched is not group:
-            raise RuntimeError(
-                f"the expert group {group.event.name!r} would overwrite rows of {fetched.event.name!r}, whose weight "
-                "gradients have not been computed yet: compute them before the next group runs, or use no pages on the "
-                "host (moe_paged_stash_buffer_size_factor_cpu 0), or --moe-paged-stash-compute copies"
-            )
 
     def _release_computed(self, pages: GroupPages) -> None:
         # On the main stream, whose next plan must see these pages as free. Releases of groups that were copied run on

@@ -35,11 +35,12 @@ all memory is allocated up front, and rings keep the order of release, which req
 """
 
 import ctypes
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,6 +109,15 @@ class PageGroup:
         return self.slab.held[self.tensors[index].slot, Held.DROPPED :][:1]
 
 
+class _ScratchUser(NamedTuple):
+    """The group whose kernels use the scratch. is_late: whether products after its backward may read rows there."""
+
+    group: weakref.ref[PageGroup]
+    name: str
+    thread: int
+    is_late: bool
+
+
 @dataclass(frozen=True)
 class Occupancy:
     """Numbers of free and held pages of each tier, and the counters since the last reset.
@@ -164,6 +174,7 @@ class PagePool:
         self._no_reserve = torch.zeros(NUM_PRIORITIES, dtype=torch.int64, device=self.device)
         self._tables = PageTables(layout, self.device, has_places=scratch_pages > 0)
         self._arenas: dict[torch.dtype, Tensor] = {}  # views of the arena
+        self._scratch_user: _ScratchUser | None = None
         # Owned by the pool, so that stashes that use the pool in turn can share the buffers.
         self.restored = RestoredMemory(self.device, is_kept=keeps_restored and self.device.type == "cpu")
         self.reset()
@@ -196,6 +207,7 @@ class PagePool:
         torch.arange(self.layout.num_pages, out=self.ring, device=self.device)
         self.counters.zero_()
         self._tables.reset()
+        self._scratch_user = None
         self.generation += 1
 
     @property
@@ -239,7 +251,7 @@ class PagePool:
         rows_in_pages will be called. Raises ValueError for other shapes and dtypes, and for tensors without gaps that
         do not fit the scratch.
         """
-        self._check_fresh(group)
+        self.check_fresh(group)
         if in_pages:
             self._check_scratch(group)
         reserve = self._no_reserve if reserve is None else reserve
@@ -280,12 +292,52 @@ class PagePool:
         start = call.scratch[call.indices.index(index)] * self.layout.page_bytes
         return self.arena[start : start + group.tensors[index].spec.max_bytes]
 
+    def take_scratch(self, group: PageGroup, name: str) -> None:
+        """Lets the kernels of one group use the scratch. Raises RuntimeError if those of another group may still do.
+
+        Another group of the same thread that has not left the scratch was interrupted by an exception.
+        """
+        self.check_fresh(group)
+        user, thread = self._scratch_user, threading.get_ident()
+        other = None if user is None else user.group()
+        if user is not None and other is not None and other is not group:
+            if user.is_late:
+                raise RuntimeError(
+                    f"the expert group {name!r} would overwrite rows of {user.name!r}, whose weight gradients have not "
+                    "been computed yet: compute them before the next group runs, or use no pages on the host "
+                    "(moe_paged_stash_buffer_size_factor_cpu 0), or --moe-paged-stash-compute copies"
+                )
+            if user.thread != thread:
+                raise RuntimeError(
+                    f"the expert groups {name!r} and {user.name!r} run in two threads and compute in the pages of one "
+                    "pool: use a pool for each thread, or --moe-paged-stash-compute copies (from Python: "
+                    "computes_in_pages=False)"
+                )
+        self._scratch_user = _ScratchUser(weakref.ref(group), name, thread, is_late=False)
+
+    def leave_scratch(self, group: PageGroup, *, has_late_readers: bool = False) -> None:
+        """Ends a group's use of the scratch, unless products that run later may read rows of its first tensor there."""
+        user = self._scratch_user
+        if user is None or user.group() is not group:
+            return
+        self._scratch_user = None
+        if has_late_readers and self.layout.host_pages:
+            # A CPU can read the record. On a GPU the host does not know it.
+            record = group.slab.held[group.tensors[0].slot]
+            if self.device.type != "cpu" or int(record[Held.ON_HOST]) > 0:
+                self._scratch_user = user._replace(is_late=True)
+
+    def forget_scratch(self) -> None:
+        """Ends any use of the scratch, such as that of a graph whose capture has ended."""
+        self._scratch_user = None
+
     def _check_scratch(self, group: PageGroup) -> None:
         needed, has_gaps = group.scratch
         if needed > self.scratch_pages or has_gaps:
             raise ValueError(
                 f"scratch_pages ({self.scratch_pages}) must be at least {needed} to compute these tensors in pages, "
-                f"and their rows without gaps: {[placed.spec for placed in group.tensors]}"
+                f"and their rows without gaps: {[placed.spec for placed in group.tensors]}; buffers larger than "
+                "planned need --moe-paged-stash-compute copies"
             )
 
     def check_count(self, num_rows: Tensor, max_rows: int) -> None:
@@ -305,7 +357,7 @@ class PagePool:
         the memory starting at a tensor's first byte. num_programs: upper limit of the grid on a GPU, 0 for the default.
         Raises ValueError for sources of the wrong size, dtype or device.
         """
-        self._check_fresh(group)
+        self.check_fresh(group)
         self._check_memories(group, sources, name="sources")
         for call in group.calls:
             ops.stash(
@@ -328,7 +380,7 @@ class PagePool:
         targets: like the sources of stash, [bytes], uint8. Raises ValueError for targets of the wrong size, dtype or
         device.
         """
-        self._check_fresh(group)
+        self.check_fresh(group)
         self._check_memories(group, targets, name="targets")
         for call in group.calls:
             ops.restore(
@@ -413,7 +465,8 @@ class PagePool:
                 pages += group.slab.table[placed.table_start :][:count].tolist()
         return pages
 
-    def _check_fresh(self, group: PageGroup) -> None:
+    def check_fresh(self, group: PageGroup) -> None:
+        """Raises RuntimeError for a group that is closed, or was opened before the last reset."""
         if group.generation != self.generation:
             raise RuntimeError("the group has no pages: it is closed, or was opened before its pool's last reset")
 

@@ -305,6 +305,8 @@ class PagedStash:
         """
         with self._keeper.exclusive():
             is_complete = not any(self._keeper.is_waiting(group) for group in self._groups.values())
+            for group in self._groups.values():
+                group.placed = []  # views of the arena, which may be freed next
             self._keeper.reset()
             if is_complete and not self._is_spoiled:
                 self.order.finish_step()
@@ -605,9 +607,13 @@ class PagedStash:
             self._begin_backward(group)
             self._keeper.fetch(group, again)
 
-    def _give_back(self, group: GroupMemory) -> None:
+    def _end_reader(self, group: GroupMemory, *, is_last: bool) -> None:
         with self._keeper.exclusive():
-            self._keeper.give_back(group)
+            if is_last:
+                self._keeper.give_back(group)
+                group.placed = []
+            else:
+                self._keeper.end_backward(group)
 
     def _begin_backward(self, group: GroupMemory) -> bool:
         """Adds a backward to the step. Returns whether it is the first access to the group in a valid step."""
@@ -648,8 +654,8 @@ def _lost(group: GroupMemory) -> RuntimeError:
 class StashedRows:
     """The row tensors of one expert group, which its owner passes to `save` and reads back with `read`.
 
-    If `place` returns pages, the owner computes the tensors in them. It then also calls `add_reader` for each product
-    that reads them after `read`, and the pages are released once `done` was called for `read` and each of these.
+    If `place` returns pages, the owner computes the tensors in them. After `read` it calls `done`, and before that
+    `add_reader` for each product that may read the rows later. The pages are released once all of these have ended.
 
     Use it as a context manager around the group's forward: an exception marks the step as incomplete. No one may write
     to the tensors after `save`: copies into pages may still be reading them, and changes are not detected.
@@ -660,11 +666,10 @@ class StashedRows:
         self._stash, self._group, self._num_rows, self._max_rows = stash, group, num_rows, max_rows
         self._kept: list[Tensor] = []
         self._restored: list[tuple[StorageView, RestoredBlock]] = []
-        self._placed: list[PagedRows] = []
         self._is_placed = False
         self._specs: list[TensorSpec] = []
-        self._again: Callable[[Tensor], None] | None = None
-        self._readers = 0
+        self._recompute: Callable[..., None] | None = None
+        self._num_readers = 0
         self._is_saved = False
         # Whether `save` accepts a recomputation of gate_up, which then requires bit-identical kernels.
         self.may_recompute = stash.has_rungs
@@ -679,13 +684,16 @@ class StashedRows:
         group = self._group
         if not self._stash.computes_in_pages or group.phase is not Phase.RECORDING:
             return None
+        if any(not is_whole(width) or width < 1 for width in widths):
+            raise ValueError(
+                f"widths ({widths}) must be integers of at least 1: the elements of a row of x and gate_up"
+            )
         priorities = Priority.INPUT, Priority.GATE_UP if self.may_recompute else Priority.INPUT
         self._specs = [
             row_spec(width * dtype.itemsize, self._max_rows, priority) for width, priority in zip(widths, priorities)
         ]
-        self._placed = self._stash._place(group, self._specs, dtype, num_rows=self._num_rows, max_rows=self._max_rows)
-        self._is_placed = True
-        x, gate_up = self._placed
+        x, gate_up = self._stash._place(group, self._specs, dtype, num_rows=self._num_rows, max_rows=self._max_rows)
+        group.placed, self._is_placed = [x, gate_up], True
         return x, gate_up
 
     def save(
@@ -701,16 +709,13 @@ class StashedRows:
         if self._is_saved:
             raise RuntimeError(f"{self._group.event.name!r}: rows were saved already; call begin once for each forward")
         if self._is_placed:
-            if list(map(id, (*inputs, gate_up))) != list(map(id, self._placed)):
+            if list(map(id, (*inputs, gate_up))) != list(map(id, self._group.placed)):
                 raise ValueError(
                     f"{self._group.event.name!r} was placed in pages: save must receive what place returned"
                 )
-            if recompute is not None:
-                x, out = self._placed
-                self._again = lambda needed: recompute(out, needed, x)
-            self._is_saved = True
+            self._recompute, self._is_saved = recompute, True
             self._stash._placed(
-                self._group, self._specs, num_rows=self._num_rows, max_rows=self._max_rows, kept=self._again
+                self._group, self._specs, num_rows=self._num_rows, max_rows=self._max_rows, kept=recompute
             )
             return
         stash, group, tensors = self._stash, self._group, [memory_of(one) for one in (*inputs, gate_up)]
@@ -751,13 +756,14 @@ class StashedRows:
         if self._is_placed:
             if self._group.phase is Phase.READY:
                 raise RuntimeError(
-                    f"cannot run backward of the expert group {self._group.event.name!r} a second time: its pages were "
-                    "released at the end of the first; run with --moe-paged-stash-compute copies (from Python: "
+                    f"cannot run backward of the expert group {self._group.event.name!r} a second time: the first has "
+                    "released its pages; run with --moe-paged-stash-compute copies (from Python: "
                     "computes_in_pages=False), or run the forward again"
                 )
-            self._stash._reach_placed(self._group, self._again)
-            self._again, self._readers = None, 1
-            return [*self._placed]
+            again = None if self._recompute is None else partial(_recompute_placed, self._group, self._recompute)
+            self._stash._reach_placed(self._group, again)
+            self._recompute, self._num_readers = None, 1
+            return [*self._group.placed]
         require_kept(self._kept or self._restored)
         self._stash._settle(self._group)
         tensors = self._kept or [view.over(memory.bytes, memory.first_byte) for view, memory in self._restored]
@@ -765,17 +771,23 @@ class StashedRows:
             self._kept, self._restored = [], []
         return [*tensors]
 
-    def add_reader(self) -> None:
-        """Adds a product that will read the rows, and then call `done`."""
-        self._readers += 1
+    def add_reader(self) -> "RowsReader":
+        """Adds a product that will read rows in pages, also after `done`."""
+        self._num_readers += 1
+        return RowsReader(self)
 
-    def done(self) -> None:
-        """Ends the work of one reader. After the last one the pages of rows that were placed are released."""
-        self._readers -= 1
-        if self._is_placed and self._readers == 0:
-            self._stash._give_back(self._group)
-            # The arena must not live as long as the graph.
-            self._placed = []
+    def done(self, *, has_failed: bool = False) -> None:
+        """Ends a backward. The pages of rows that were placed are released once all of their readers have ended.
+
+        has_failed: whether an exception ended it. The pages are then released immediately.
+        """
+        if self._is_placed and self._num_readers:
+            self._num_readers = 0 if has_failed else self._num_readers - 1
+            self._stash._end_reader(self._group, is_last=self._num_readers == 0)
+
+    def _check_readable(self) -> None:
+        with self._stash._keeper.exclusive():
+            self._stash._keeper.check_readable(self._group)
 
     def __enter__(self) -> "StashedRows":
         return self
@@ -783,6 +795,31 @@ class StashedRows:
     def __exit__(self, kind: type[BaseException] | None, *error: Any) -> None:
         if kind is not None:
             self._stash._spoil()
+
+
+class RowsReader:
+    """A product that reads rows in pages once, possibly after the backward of their group."""
+
+    def __init__(self, rows: StashedRows) -> None:
+        """Created by StashedRows.add_reader."""
+        self._rows: StashedRows | None = rows
+
+    def begin(self) -> None:
+        """Raises RuntimeError if the rows are no longer in their pages."""
+        if self._rows is None:
+            raise RuntimeError("rows in pages are read by each product once: their pages may have been released since")
+        self._rows._check_readable()
+
+    def end(self) -> None:
+        """Says that the product has read the rows."""
+        rows, self._rows = self._rows, None
+        if rows is not None:
+            rows.done()
+
+
+def _recompute_placed(group: GroupMemory, recompute: Callable[..., None], needed: Tensor) -> None:
+    x, gate_up = group.placed
+    recompute(gate_up, needed, x)
 
 
 def _is_recomputed(hooks: Hooks | None) -> bool:

@@ -186,8 +186,8 @@ def plan_kernel(
     if places is not None:
         for i in tl.static_range(COUNT):
             _place(
-                table, held, places, tensors[7 * i], tensors[7 * i + 5], tensors[7 * i + 6], scratch[i], page_bytes,
-                LANES,
+                table, held, places, tensors[7 * i], tensors[7 * i + 2], tensors[7 * i + 5], tensors[7 * i + 6],
+                scratch[i], page_bytes, LANES,
             )  # fmt: skip
 
 
@@ -217,15 +217,18 @@ def _give(ring, table, head_device, head_host, device_pages, host_pages, need, o
 
 
 @triton.jit(noinline=True)
-def _place(table, held, places, row_bytes, table_start, slot, scratch, page_bytes, LANES: tl.constexpr):
-    """Writes the places of a tensor from its record. Arguments except page_bytes are shifted like the kernel's."""
+def _place(table, held, places, row_bytes, max_rows, table_start, slot, scratch, page_bytes, LANES: tl.constexpr):
+    """Writes the places of a tensor from its record. Arguments except page_bytes are shifted like the kernel's.
+
+    All entries are written, so that even rows that were not counted are in the scratch.
+    """
     slot = (slot - SHIFTED) >> 1
     scratch = (scratch - SHIFTED) >> 1
     if (slot >= 0) & (scratch >= 0):
         table_start = (table_start - SHIFTED) >> 1
         on_device = tl.load(held + slot * 4) - tl.load(held + slot * 4 + 3)
-        live = tl.load(held + slot * 4 + 1) * ((row_bytes - SHIFTED) >> 1)
-        pages = (live + page_bytes - 1) // page_bytes
+        most = ((max_rows - SHIFTED) >> 1) * ((row_bytes - SHIFTED) >> 1)
+        pages = (most + page_bytes - 1) // page_bytes
         for start in range(0, pages, LANES):
             lane = start + tl.arange(0, LANES)
             ids = tl.load(table + table_start + lane, mask=lane < on_device, other=0)

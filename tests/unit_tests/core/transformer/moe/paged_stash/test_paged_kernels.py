@@ -378,15 +378,13 @@ class Pool:
         ends = {"heads": self.heads, "tails": self.tails, "ring": self.ring, "counters": self.counters}
         kernels.plan(torch.tensor([tokens]), torch.zeros(3, dtype=torch.int64), **ends, **self.records, **more)
 
-    def expected_places(self, tokens: int) -> list[int]:
-        """Returns the places of a plan of `tokens` tokens, from the table that it wrote."""
+    def expected_places(self) -> list[int]:
+        """Returns the places of a plan, from the table that it wrote."""
         places = [-5] * len(self.table)
-        limit = min(spec.max_tokens for spec in self.specs)
         for one, first in zip(self.placed, self.scratch):
-            rows = -(-min(max(tokens, 0), limit) // one.spec.tokens_per_row)
             got = int(self.held[one.slot, Held.PAGES])
-            for index in range(-(-rows * one.spec.row_bytes // self.layout.page_bytes) if first >= 0 else 0):
-                page = int(self.table[one.table_start + index]) if got else self.layout.num_pages
+            for index in range(-(-one.spec.max_bytes // self.layout.page_bytes) if first >= 0 else 0):
+                page = int(self.table[one.table_start + index]) if index < got else self.layout.num_pages
                 places[one.table_start + index] = page if page < self.layout.device_pages else first + index
         return places
 
@@ -414,7 +412,7 @@ def test_places_are_pages_on_the_device_or_scratch(
         placed.plan(kernels, tokens, places=places, scratch=placed.scratch)
         for name in ("table", "held", "counters", "heads", "tails", "ring"):
             assert torch.equal(getattr(plain, name), getattr(placed, name)), name
-        assert places.tolist() == placed.expected_places(tokens)
+        assert places.tolist() == placed.expected_places()
 
 
 def test_more_places_than_lanes(interpreted: Interpreted) -> None:
@@ -425,7 +423,7 @@ def test_more_places_than_lanes(interpreted: Interpreted) -> None:
     places = torch.full_like(pool.table, -5)
     pool.plan(kernels, 520, places=places, scratch=pool.scratch)
     assert pool.held[0].tolist() == [520, 520, 0, 220]
-    assert places.tolist() == pool.expected_places(520) and places[521:].eq(-5).all()
+    assert places.tolist() == pool.expected_places() and places[521:].eq(-5).all()
 
 
 WRONG_PLACES: list[tuple[str, Callable[[Pool], dict[str, Any]]]] = [

@@ -2,6 +2,7 @@
 
 import gc
 import random
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,11 +152,12 @@ def test_plan_finds_adjacent_pages_and_points_at_the_scratch_where_pages_are_mis
             assert torch.equal(plain.counters, paged.counters)
             for index, spec in enumerate(specs):
                 record = groups[1].slab.held[groups[1].tensors[index].slot].tolist()
-                on_device, needed = record[Held.PAGES] - record[Held.ON_HOST], -(-live * spec.row_bytes // 64)
+                on_device = record[Held.PAGES] - record[Held.ON_HOST]
                 ids = groups[1].slab.table[groups[1].tensors[index].table_start :][:on_device].tolist()
                 scratch = layout.device_pages + (0, 8)[index]
-                places = paged.rows_in_pages(groups[1], index, torch.float32).table[:needed].tolist()
-                assert places == ids + list(range(scratch + on_device, scratch + needed))
+                places = paged.rows_in_pages(groups[1], index, torch.float32).table.tolist()
+                entries = 32 * spec.row_bytes // 64
+                assert places == ids + list(range(scratch + on_device, scratch + entries))
                 runs = (free[first : first + on_device] for first in range(len(free) - on_device + 1))
                 has_run = any(one[-1] - one[0] == on_device - 1 for one in runs if one)
                 assert not has_run or ids == list(range(ids[0], ids[0] + on_device))
@@ -249,7 +251,7 @@ def spoil_padding(stash: PagedStash, groups: Sequence[StashedRows], *, live: int
     """Fills all bytes of the arena with NaN, except for live rows of these groups in pages that they hold."""
     arena, page_bytes = stash.pool.arena, stash.pool.layout.page_bytes
     is_live = torch.zeros_like(arena, dtype=torch.bool)
-    for rows in (rows for group in groups for rows in group._placed):
+    for rows in (rows for group in groups for rows in group._group.placed):
         left = live * rows.width * rows.arena.itemsize
         for page in rows.table.tolist():
             if page < stash.pool.layout.device_pages:
@@ -286,7 +288,7 @@ def test_pages_are_scattered_after_groups_of_other_sizes() -> None:
     for step in range(40):
         number = chance.randrange(3)
         waiting.append((number, run(cases[number], stash, f"{step}")))
-        pages = waiting[-1][1].grad_fn.saved._stashed._placed
+        pages = waiting[-1][1].grad_fn.saved._stashed._group.placed
         fragments += any(one.table[:3].diff().tolist() != [1, 1] for one in pages)
         if len(waiting) > 3:
             number, output = waiting.pop(chance.randrange(4))
@@ -355,6 +357,78 @@ def test_late_weight_gradients_of_rows_from_the_host_are_computed_before_the_nex
     run(Case(), stash, "other")
 
 
+def test_pages_of_another_stash_are_not_read_after_its_reset() -> None:
+    pool = PagePool("cpu", PoolLayout(192, 99), scratch_pages=60)
+    first, second = (PagedStash(pool, computes_in_pages=True, prefetch_groups=0) for _ in range(2))
+    case = Case()
+    output = run(case, first, "first")
+    second.reset()
+    run(Case(), second, "second")
+    with pytest.raises(RuntimeError, match="the group has no pages: it is closed, or was opened before its pool's"):
+        case.live_grads(output)
+
+
+def test_late_weight_gradients_are_refused_after_a_reset_and_in_a_second_use() -> None:
+    stash, case, late = make_stash(), Case(), list[WeightGrad]()
+    main_grad = torch.zeros_like(case.named["weight1"])
+    set_grad_owner(case.named["weight1"], GradOwner(main_grad, late.append))
+    output = run(case, stash, "layer")
+    output.backward(normal(*output.shape))
+    late[0].compute()
+    with pytest.raises(RuntimeError, match="read by each product once"):
+        late[0].add_to(main_grad, scale=1.0, is_zero=True)
+    output = run(case, stash, "layer")
+    output.backward(normal(*output.shape))
+    stash.reset()
+    with pytest.raises(RuntimeError, match="its rows were in the stash when reset"):
+        late[1].compute()
+
+
+def test_a_backward_that_fails_releases_its_pages() -> None:
+    stash, case = make_stash(5, 99), Case()
+    owner = GradOwner(torch.zeros_like(case.named["weight1"]), lambda grad: 1 / 0)
+    set_grad_owner(case.named["weight1"], owner)
+    output = run(case, stash, "layer")
+    with pytest.raises(ZeroDivisionError):
+        output.backward(normal(*output.shape))
+    occupancy = stash.pool.occupancy_sync()
+    assert occupancy.device_held == occupancy.host_held == 0
+    equal_with(stash, [Case()], order="F0 B0")
+
+
+def test_two_threads_in_the_pages_of_one_pool_are_an_error() -> None:
+    stash, case, errors = make_stash(), Case(), list[BaseException]()
+    stashed = stash.begin("layer", case.order.num_rows, max_rows=CAPACITY)
+    assert stashed is not None and stashed.place((HIDDEN, 2 * FFN), torch.float32)
+
+    def other() -> None:
+        try:
+            run(Case(), stash, "other")
+        except RuntimeError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    assert "'other' and 'layer' run in two threads" in str(errors[0])
+    # An interrupted group of the same thread does not matter.
+    run(Case(), stash, "next")
+
+
+@pytest.mark.parametrize("counted", [-1, 0, 2, 10**9])
+def test_a_wrong_number_of_rows_writes_to_no_page_of_another_group(counted: int) -> None:
+    stash, cases = make_stash(), [Case(), Case()]
+    expected = cases[0].live_grads(run(cases[0], None, ""))
+    output = run(cases[0], stash, "first")
+    order = cases[1].order
+    stashed = stash.begin("second", torch.tensor([counted]), max_rows=CAPACITY)
+    given: dict[str, Any] = {"math": cases[1].math, "parts": cases[1].parts, "offsets": cases[1].offsets}
+    wrong = expert_outputs(cases[1].x, cases[1].probs, *cases[1].fcs, **given, order=order, stashed=stashed)
+    assert stash.is_void_sync() == (not 0 <= counted <= CAPACITY)
+    cases[1].live_grads(wrong)
+    assert all(map(torch.equal, cases[0].live_grads(output), expected))
+
+
 def test_pages_return_without_a_backward_and_after_an_error() -> None:
     stash, case = make_stash(), Case()
     output = run(case, stash, "layer")
@@ -391,6 +465,9 @@ def test_what_cannot_be_computed_in_pages_is_refused() -> None:
     stash, case = make_stash(), Case()
     stashed = stash.begin("layer", case.order.num_rows, max_rows=CAPACITY)
     assert isinstance(stashed, StashedRows)
+    for widths in ((16.0, 8), (0, 8), (True, 8)):
+        with pytest.raises(ValueError, match="widths .* must be integers of at least 1"):
+            stashed.place(widths, torch.float32)
     x, gate_up = stashed.place((HIDDEN, 2 * FFN), torch.float32) or (None, None)
     with pytest.raises(ValueError, match="save must receive what place returned"):
         stashed.save([gate_up], x, recompute=None, num_sources=0)
