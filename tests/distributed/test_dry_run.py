@@ -329,7 +329,7 @@ def _held(run: TrainingRun, activations: dict[str, int], host_activations: int) 
         _memory([*params, *buffers, *(flat.param_data for flat in flats if not flat.param_data.is_meta)]),
         _memory([grads for flat in flats for grads in _standing_grads(flat)]),
         **run.optimizer.state_bytes,
-        pages=0 if pool is None else pool.layout.device_pages * pool.layout.page_bytes,
+        pages=0 if pool is None else pool.arena.nbytes,
         host_pages=0 if pool is None else pool.layout.host_pages * pool.layout.page_bytes,
         activations=activations,
         host_activations=host_activations,

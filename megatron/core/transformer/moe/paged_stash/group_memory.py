@@ -197,13 +197,41 @@ class PageKeeper:
         self._stash_stream, self._restore_stream = streams.stash, streams.restore
         self._reading: list[Reading] = []
         self._lock, self._depth = threading.RLock(), 0
-        self._exclusive = _Exclusive(self)
+        # Modes before the outermost use of `exclusive`.
+        self._has_grad = False
+        self._inference: torch.inference_mode | None = None
         self._gone: deque[GroupPages] = deque()  # pages of collected groups, not yet released
         self._has_copied = False  # whether a group was copied since the last reset
 
-    def exclusive(self) -> "_Exclusive":
-        """Excludes other threads, and finalizers, which Python may run at any time. Disables grad mode."""
-        return self._exclusive
+    def exclusive(self) -> "PageKeeper":
+        """Excludes other threads, and finalizers, which Python may run at any time. Disables grad mode.
+
+        The keeper is the context itself, because a generator costs the host several times as much.
+        """
+        return self
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+        if self._depth > 1:
+            return
+        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._inference is not None:
+            self._inference.__enter__()
+        self._has_grad = torch.is_grad_enabled()
+        if self._has_grad:
+            torch.set_grad_enabled(False)
+
+    def __exit__(self, *error: Any) -> None:
+        if self._depth == 1:
+            if self._has_grad:
+                torch.set_grad_enabled(True)
+            if self._inference is not None:
+                self._inference.__exit__(*error)
+        self._depth -= 1
+        self._lock.release()
+        if self._gone:
+            self._release_gone()
 
     @torch.compiler.disable  # the records of groups change while the compiler evaluates its guards
     def stash(
@@ -488,45 +516,6 @@ class PageKeeper:
             pages.arrived = self._restore_stream.record()
             # Set last, because after an interruption all of this is repeated, and a second release does nothing.
             pages.is_given_back = True
-
-
-class _Exclusive:
-    """The context of PageKeeper.exclusive, which has one: the outermost use disables the modes for nested ones.
-
-    It is a class, because a generator costs the host several times as much.
-    """
-
-    __slots__ = ("_keeper", "_has_grad", "_inference")
-
-    def __init__(self, keeper: PageKeeper) -> None:
-        self._keeper = keeper
-        # Of the outermost use.
-        self._has_grad = False
-        self._inference: torch.inference_mode | None = None
-
-    def __enter__(self) -> None:
-        self._keeper._lock.acquire()
-        self._keeper._depth += 1
-        if self._keeper._depth > 1:
-            return
-        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
-        if self._inference is not None:
-            self._inference.__enter__()
-        self._has_grad = torch.is_grad_enabled()
-        if self._has_grad:
-            torch.set_grad_enabled(False)
-
-    def __exit__(self, *error: Any) -> None:
-        keeper = self._keeper
-        if keeper._depth == 1:
-            if self._has_grad:
-                torch.set_grad_enabled(True)
-            if self._inference is not None:
-                self._inference.__exit__(*error)
-        keeper._depth -= 1
-        keeper._lock.release()
-        if keeper._gone:
-            keeper._release_gone()
 
 
 def tensor_of(saved: SavedTensor) -> Tensor:
