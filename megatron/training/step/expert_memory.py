@@ -619,9 +619,10 @@ def _advice(error: TierMemoryError, config: PagedStashConfig) -> str:
     given = config.moe_paged_stash_buffer_bytes
     name = _CUDA if given is None else "moe_paged_stash_buffer_bytes"
     asked = config.moe_paged_stash_buffer_size_factor_cuda if given is None else given
+    scratch = ", or moe_paged_stash_compute copies, which needs no scratch of a whole expert buffer"
     return (
         f"{name} is {asked}: {wanted} for pages cannot be allocated on the device; use a smaller value, and "
-        f"{_CPU} for pages on the host"
+        f"{_CPU} for pages on the host{scratch if config.stash_computes_in_pages else ''}"
     )
 
 

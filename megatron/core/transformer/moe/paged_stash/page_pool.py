@@ -162,7 +162,9 @@ class PagePool:
     ) -> None:
         """Allocates the pages. Raises TierMemoryError, a ValueError, if a tier's memory cannot be allocated."""
         self.layout, self._keeps_restored, self.scratch_pages = layout, keeps_restored, scratch_pages
-        self.arena = _device_memory((layout.device_pages + scratch_pages) * layout.page_bytes, torch.device(device))
+        num_bytes = (layout.device_pages + scratch_pages) * layout.page_bytes
+        name = "device_pages + scratch_pages" if scratch_pages else "device_pages"
+        self.arena = _device_memory(num_bytes, torch.device(device), name=name)
         self.device_pages = self.arena[: layout.device_pages * layout.page_bytes]
         self.device = self.arena.device
         self.host_pages = _host_memory(layout.host_pages * layout.page_bytes, self.device)
@@ -485,14 +487,16 @@ class PagePool:
                 raise ValueError(f"{name}[{index}] has {memory.nbytes} bytes: must be at least {needed} for {spec}")
 
 
-def _device_memory(num_bytes: int, device: torch.device) -> Tensor:
-    """Allocates device memory: [num_bytes], uint8. Raises TierMemoryError if it cannot be allocated."""
+def _device_memory(num_bytes: int, device: torch.device, *, name: str) -> Tensor:
+    """Allocates device memory: [num_bytes], uint8. Raises TierMemoryError if it cannot be allocated.
+
+    name: the sizes that determine it, for the error.
+    """
     try:
         memory = torch.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:
         raise TierMemoryError(
-            f"device_pages: {num_bytes} bytes cannot be allocated on {device} ({_first_line(error)}); reduce"
-            " device_pages",
+            f"{name}: {num_bytes} bytes cannot be allocated on {device} ({_first_line(error)}); reduce {name}",
             tier=Tier.DEVICE,
             num_bytes=num_bytes,
         ) from error

@@ -140,14 +140,19 @@ def page_size_on_gpu(config: StashSettings) -> int:
     If experts compute in pages, a page holds whole rows of all tensors, and by default enough of them for a tile of the
     kernels. Raises ValueError for a size of which a page does not.
     """
-    size = config.moe_paged_stash_page_size
+    size, given = config.moe_paged_stash_page_size, config.moe_paged_stash_buffer_bytes
     if not config.stash_computes_in_pages:
         return size
     widths = [spec.row_bytes for spec in expert_specs(config, rows=1)]
     # Pages are multiples of ALIGNMENT bytes.
     least = math.lcm(*widths, ALIGNMENT) // widths[0]
     if size == DEFAULT_PAGE_SIZE:
-        return TILE_ROWS * least
+        size = TILE_ROWS * least
+    if given is not None and given < size * widths[0]:
+        raise ValueError(
+            f"moe_paged_stash_buffer_bytes is {given}: must be at least one page, {size * widths[0]} bytes "
+            f"({size} rows of x)"
+        )
     if size % least:
         raise ValueError(
             f"moe_paged_stash_page_size is {size}: must be a multiple of {least}, so that a page holds whole rows of x "
@@ -433,7 +438,7 @@ def gain_line(own: Footprint, layout: PoolLayout) -> str:
     outcome = f"saves {own.saving:.0%}"
     if own.saving < 0:
         outcome = (
-            f"COSTS {-own.saving:.0%}: use less memory with a smaller moe_paged_stash_page_size or "
+            f"COSTS {-own.saving:.0%}: use less memory with a smaller moe_paged_stash_page_size or, with copies, "
             "moe_paged_stash_prefetch_layers, without moe_paged_stash, or, where tensors may be recomputed, with a "
             "smaller moe_paged_stash_buffer_size_factor_cuda"
         )

@@ -19,8 +19,12 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     gain_line,
     grown_sizes,
     learned_lines,
+    page_size_on_gpu,
+    pool_bytes,
     pool_layout,
+    prefetch_groups,
     rounded_up,
+    scratch_pages,
     stash_footprint,
     step_needs,
 )
@@ -217,6 +221,36 @@ def test_the_line_for_the_log_says_gains_and_costs() -> None:
         assert own.working_set_bytes == min(2, layers - 1) * FULL * 516
         assert own.static_bytes == (layers - 1) * FULL * 516
         assert word in gain_line(own, layout)
+
+
+def test_pages_in_which_a_gpu_computes_hold_whole_rows_and_a_tile_of_them() -> None:
+    size, given = "moe_paged_stash_page_size", "moe_paged_stash_buffer_bytes"
+    # Rows of x have 128 bytes and rows of gate_up 384, so pages of 3 rows of x hold whole rows of both.
+    for fields, rows in (({}, 3 * 128), ({size: 6}, 6), ({given: 3 * 128 * 128}, 3 * 128)):
+        config = settings(**{COMPUTE: "pages", **fields})
+        assert page_size_on_gpu(config) == rows
+        assert settings(**fields).stash_computes_in_pages is False and expert_specs(config, rows=1)[0].row_bytes == 128
+    assert page_size_on_gpu(settings(**{size: 32})) == 32, "rows that are copied may straddle pages"
+    for fields, message in (
+        ({size: 32}, "page_size is 32: must be a multiple of 3, so that a page holds whole rows of x"),
+        ({given: 3 * 128 * 128 - 1}, "buffer_bytes is 49151: must be at least one page, 49152 bytes"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            page_size_on_gpu(settings(**{COMPUTE: "pages", **fields}))
+
+
+def test_experts_in_pages_prefetch_nothing_and_have_a_scratch_of_whole_buffers() -> None:
+    (events,) = events_of(1, 3, 2)
+    config, copied = settings(**{COMPUTE: "pages"}), settings()
+    needs = needs_of(config, events)
+    assert [spec.row_bytes for spec in needs.specs] == [128, 384]
+    assert (prefetch_groups(config), prefetch_groups(copied)) == (0, 1)
+    pages = sum(-(-FULL * width // PAGE) for width in (128, 384))
+    assert (scratch_pages(config, needs), scratch_pages(copied, needs)) == (pages, 0)
+    layout = pool_layout(config, needs, learned=LearnedSizes())
+    assert layout is not None
+    assert pool_bytes(config, needs, layout) == ((layout.device_pages + pages) * PAGE, 0)
+    assert stash_footprint(config, needs, layout=layout).working_set_bytes == FULL * (128 + 384)
 
 
 def test_factor_at_a_quantile_is_an_order_statistic_of_recorded_steps() -> None:
