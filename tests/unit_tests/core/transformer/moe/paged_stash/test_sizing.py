@@ -229,7 +229,6 @@ def test_pages_in_which_a_gpu_computes_hold_whole_rows_and_a_tile_of_them() -> N
     for fields, rows in (({}, 3 * 128), ({size: 6}, 6), ({given: 3 * 128 * 128}, 3 * 128)):
         config = settings(**{COMPUTE: "pages", **fields})
         assert page_size_on_gpu(config) == rows
-        assert settings(**fields).stash_computes_in_pages is False and expert_specs(config, rows=1)[0].row_bytes == 128
     assert page_size_on_gpu(settings(**{size: 32})) == 32, "rows that are copied may straddle pages"
     for fields, message in (
         ({size: 32}, "page_size is 32: must be a multiple of 3, so that a page holds whole rows of x"),
