@@ -313,11 +313,14 @@ class _Experts(PlainFunction):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if may_differentiate(ctx) and _is_differentiable(ctx):
             return _second_order(ctx, grad)
+        has_failed = True
         try:
-            return _first_order(ctx, grad)
-        except BaseException:
-            ctx.saved.done(has_failed=True)
-            raise
+            found = _first_order(ctx, grad)
+            has_failed = False
+        finally:
+            if has_failed:
+                ctx.saved.done(has_failed=True)
+        return found
 
 
 def _dispatched(x: Tensor, probs: Tensor, order: StaticOrder, *, into: PagedRows | None) -> tuple[Rows, Tensor]:

@@ -607,13 +607,14 @@ class PagedStash:
             self._begin_backward(group)
             self._keeper.fetch(group, again)
 
-    def _end_reader(self, group: GroupMemory, *, is_last: bool) -> None:
+    def _give_back(self, group: GroupMemory) -> None:
         with self._keeper.exclusive():
-            if is_last:
-                self._keeper.give_back(group)
-                group.placed = []
-            else:
-                self._keeper.end_backward(group)
+            self._keeper.give_back(group)
+            group.placed = []
+
+    def _end_backward(self, group: GroupMemory) -> None:
+        with self._keeper.exclusive():
+            self._keeper.end_backward(group)
 
     def _begin_backward(self, group: GroupMemory) -> bool:
         """Adds a backward to the step. Returns whether it is the first access to the group in a valid step."""
@@ -781,9 +782,19 @@ class StashedRows:
 
         has_failed: whether an exception ended it. The pages are then released immediately.
         """
-        if self._is_placed and self._num_readers:
-            self._num_readers = 0 if has_failed else self._num_readers - 1
-            self._stash._end_reader(self._group, is_last=self._num_readers == 0)
+        if not self._is_placed or not self._num_readers:
+            return
+        self._num_readers = 0 if has_failed else self._num_readers - 1
+        if self._num_readers:
+            self._stash._end_backward(self._group)
+        else:
+            self._stash._give_back(self._group)
+
+    def _end_reader(self) -> None:
+        if self._num_readers:
+            self._num_readers -= 1
+            if not self._num_readers:
+                self._stash._give_back(self._group)
 
     def _check_readable(self) -> None:
         with self._stash._keeper.exclusive():
@@ -814,7 +825,7 @@ class RowsReader:
         """Says that the product has read the rows."""
         rows, self._rows = self._rows, None
         if rows is not None:
-            rows.done()
+            rows._end_reader()
 
 
 def _recompute_placed(group: GroupMemory, recompute: Callable[..., None], needed: Tensor) -> None:
