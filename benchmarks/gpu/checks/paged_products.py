@@ -34,18 +34,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.gpu.checks.products import WARM_TURNS, seconds_of
 from benchmarks.gpu.checks.reporting import checked_device, report
 from benchmarks.gpu.checks.side_workers import Line, Send, Task, exit_status, run_in_turn
 from benchmarks.gpu.graph_step import free_memory
-from benchmarks.gpu.record import Target, figures_of_target, hold
-from megatron.core.device import default_device, device_name, mark_time, seconds_between
+from benchmarks.gpu.record import Target, figures_of_target
+from megatron.core.device import default_device, device_name
 from megatron.core.fusions.gated_activation import ops as activation_ops
 from megatron.core.paged_rows import PagedRows, Rows, operand
 from megatron.core.transformer.moe.paged_stash.expert_ops import ops
 from megatron.core.transformer.moe.paged_stash.page_layout import TILE_ROWS
 from megatron.core.transformer.moe.static_rows import ops as row_ops
 
-LAUNCHES_SECONDS, WARM_TURNS = 5e-4, 3
 SHAPE_SECONDS = 13
 LIMITS = {"fc1": 1.03, "weight_grad": 1.05, "added_grad": 1.05}
 SIDES = ("contiguous", "paged")
@@ -257,14 +257,6 @@ def check_bits(one: Operands, name: str, kernel: Callable[[Operands, str], list[
     for without, with_pages in zip(*results, strict=True):
         assert not with_pages.isnan().any(), f"{name}: results with pages contain NaN"
         assert torch.equal(without, with_pages), f"{name}: results with pages differ from contiguous ones"
-
-
-def seconds_of(work: Callable[[], object], device: torch.device) -> float:
-    """Returns the device's seconds for one run, after a wait that hides its launch."""
-    hold(device, LAUNCHES_SECONDS)
-    start = mark_time(device)
-    work()
-    return seconds_between(start, mark_time(device))
 
 
 def parse_options() -> argparse.Namespace:

@@ -179,8 +179,8 @@ def compared(works: list[Work], operands: Operands, *, device: torch.device, rou
     return row
 
 
-def seconds_of(work: Work, device: torch.device) -> float:
-    """Returns the device's seconds for one run, after a wait that hides its launch. work: any shape, bf16 or fp32."""
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Returns the device's seconds for one run, after a wait that hides its launch."""
     hold(device, LAUNCHES_SECONDS)
     start = mark_time(device)
     work()

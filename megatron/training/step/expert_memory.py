@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -230,7 +230,9 @@ class ExpertMemory:
             config = _without_pages_for_others(config, layers)
             if default_device().type == "cuda":
                 with flags_named_in_errors():
-                    config = _with(config, moe_paged_stash_page_size=page_size_on_gpu(config))
+                    # A copy that is not validated again, because its other values are derived already.
+                    page_size, config = page_size_on_gpu(config), copy.copy(config)
+                    config.moe_paged_stash_page_size = page_size
         assert config.moe_expert_rank_capacity_factor is not None, "dropless experts have no buffers of a fixed size"
         self._schedule, self._config, self._tokens = schedule, config, tokens_per_rank
         self._device = default_device()
@@ -575,14 +577,9 @@ def _without_pages_for_others(config: TransformerConfig, layers: Sequence[MoELay
             f"moe_paged_stash_compute is 'pages', but the experts of a layer are {type(other).__name__}, whose forward "
             "takes rows: must be 'copies', or experts whose forward takes an order, such as GroupedMLP"
         )
-    return _with(config, moe_paged_stash_compute="copies")
-
-
-def _with(config: TransformerConfig, **values: Any) -> TransformerConfig:
-    """Returns a copy that is not validated again, because its other values are derived already."""
-    changed = copy.copy(config)
-    vars(changed).update(values)
-    return changed
+    copied = copy.copy(config)
+    copied.moe_paged_stash_compute = "copies"
+    return copied
 
 
 _CUDA, _CPU = "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer_size_factor_cpu"

@@ -250,8 +250,8 @@ class PagePool:
 
         num_rows: [1], int64, on the device: live tokens. reserve: [3], int64, on the device: for each priority, the
         pages that must remain free after a tensor of this priority received pages; zeros if omitted. in_pages: whether
-        rows_in_pages will be called. Raises ValueError for other shapes and dtypes, and for tensors without gaps that
-        do not fit the scratch.
+        rows_in_pages will be called. Raises ValueError for other shapes and dtypes, and with in_pages for rows with
+        gaps or rows that do not fit the scratch.
         """
         self.check_fresh(group)
         if in_pages:
@@ -290,9 +290,9 @@ class PagePool:
 
     def scratch_of(self, group: PageGroup, index: int) -> Tensor:
         """Returns the scratch of a tensor: [max_rows * row_bytes], uint8."""
-        call = next(call for call in group.calls if index in call.indices)
-        start = call.scratch[call.indices.index(index)] * self.layout.page_bytes
-        return self.arena[start : start + group.tensors[index].spec.max_bytes]
+        placed = group.tensors[index]
+        page = self.layout.device_pages + placed.table_start - group.room.start
+        return self.arena[page * self.layout.page_bytes :][: placed.spec.max_bytes]
 
     def take_scratch(self, group: PageGroup, name: str) -> None:
         """Lets the kernels of one group use the scratch. Raises RuntimeError if those of another group may still do.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.core.fusions.gated_activation import ops as activation_ops
-from megatron.core.paged_rows import PagedRows, operand
+from megatron.core.paged_rows import PagedRows, memory_of, operand
 from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
 from megatron.core.transformer.moe.expert_function import expert_outputs
 from megatron.core.transformer.moe.paged_stash import (
@@ -57,7 +57,7 @@ def paging(name: str, rows: Any) -> dict[str, Any]:
 
 def product(x: Any, weight: Tensor, out: Any) -> None:
     places = {**paging("x", x), **paging("out", out)}
-    ops.grouped_gemm(getattr(x, "arena", x), weight, offsets=OFFSETS, out=getattr(out, "arena", out), **places)
+    ops.grouped_gemm(memory_of(x), weight, offsets=OFFSETS, out=memory_of(out), **places)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
@@ -83,11 +83,11 @@ def test_operators_on_pages_have_the_bits_of_contiguous_ones(
     for name, call in {
         "grouped_gemm": lambda one, out: product(one, weight, out),
         "gate_up_from_x": lambda one, out: ops.gate_up_from_x(
-            getattr(one, "arena", one),
+            memory_of(one),
             weight,
             offsets=OFFSETS,
             needed=needed,
-            out=getattr(out, "arena", out),
+            out=memory_of(out),
             bias=bias,
             **paging("x", one),
             **paging("out", out),
@@ -106,13 +106,13 @@ def test_operators_on_pages_have_the_bits_of_contiguous_ones(
 
     weight_grads = [torch.empty(4, WIDTH, OUT, dtype=dtype) for _ in range(2)]
     for one, out in zip((x, paged(x)), weight_grads):
-        memory = getattr(one, "arena", one)
+        memory = memory_of(one)
         ops.grouped_gemm_weight_grad(memory, gate_up, offsets=OFFSETS, out=out, **paging("x", one))
     assert torch.equal(*weight_grads)
 
     results = []
     for one in (gate_up, paged(gate_up)):
-        memory, places = getattr(one, "arena", one), paging("gate_up", one)
+        memory, places = memory_of(one), paging("gate_up", one)
         act, act_again, grad_scale = torch.zeros_like(grad), torch.zeros_like(grad), torch.zeros_like(scale)
         grad_gate_up, form = torch.zeros_like(gate_up), {"activation": "swiglu", "clamp": 0.7, "offset": 1.0}
         activation_ops.gated_activation(memory, scale, num_rows=NUM_ROWS, out=act, **places, **form)
