@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.core.transformer.moe.paged_stash.sizing import factor_at, rounded_up
-from megatron.pages.figures import Bar, Figure, Panel, stacked_bars, stacked_columns
+from megatron.pages.figures import Bar, Figure, Panel, short_time, stacked_bars, stacked_columns, time_unit
 from megatron.pages.page import render
 from megatron.planner.stash.costs import StageCosts
 from megatron.planner.stash.outlook import Needs, Outlook
@@ -371,15 +371,19 @@ def _cost_bars(plan: StashPlan) -> Figure | None:
         return None
     first = next(iter(times.values()))
     alone = {name: first[name] for name in ("experts forward", "experts backward")}
-    bars = [Bar("experts alone", alone, f"{sum(alone.values()):.3g} ms")]
+    parts = {"experts alone": alone}
     for level, found in times.items():
-        extra = {name: value for name, value in found.items() if name not in alone}
-        bars.append(Bar(NAMES[level], extra, f"{sum(extra.values()):.3g} ms"))
-    return stacked_bars(bars, _TIMES, axis="milliseconds per step")
+        parts[NAMES[level]] = {name: value for name, value in found.items() if name not in alone}
+    unit, size = time_unit(max(sum(of.values()) for of in parts.values()))
+    bars = [
+        Bar(label, {name: seconds / size for name, seconds in of.items()}, short_time(sum(of.values())))
+        for label, of in parts.items()
+    ]
+    return stacked_bars(bars, _TIMES, axis=f"{unit} per step")
 
 
 def _largest_times(stages: Sequence[StageCosts]) -> dict[str, float]:
-    """Returns the largest times over the stages in milliseconds, by the names of _TIMES."""
+    """Returns the largest times over the stages in seconds, by the names of _TIMES."""
     columns = {
         "experts forward": [one.forward for one in stages],
         "experts backward": [one.backward for one in stages],
@@ -387,7 +391,7 @@ def _largest_times(stages: Sequence[StageCosts]) -> dict[str, float]:
         "to the host and back": [2 * one.spill for one in stages],
         "gate_up recomputed": [one.gate_up for one in stages],
     }
-    return {name: 1e3 * max(values) for name, values in columns.items()}
+    return {name: max(values) for name, values in columns.items()}
 
 
 def _spills(plan: StashPlan) -> Figure | None:
@@ -396,17 +400,19 @@ def _spills(plan: StashPlan) -> Figure | None:
     stages = next(iter(plan.costs.values()), [])
     if not spilling or not stages:
         return None
-    hides = 1e3 * min(min(one.forward, one.backward) for one in stages)
+    hides = min(min(one.forward, one.backward) for one in stages)
+    times = [one.spilled_bytes / (plan.host_gb_s * 1e9) for one in spilling]
+    unit, size = time_unit(max(hides, *times))
     bars = []
-    for one in spilling:
-        flags, seconds = one.flags, one.spilled_bytes / (plan.host_gb_s * 1e9)
+    for one, seconds in zip(spilling, times, strict=True):
+        flags = one.flags
         label = (
             f"{flags.moe_paged_stash_page_size}: {flags.moe_paged_stash_buffer_size_factor_cuda:g} + "
             f"{flags.moe_paged_stash_buffer_size_factor_cpu:g}"
         )
-        bars.append(Bar(label, {"one way": 1e3 * seconds}, f"{_short_mib(one.spilled_bytes)} MiB"))
-    limit = (hides, f"experts' forward: {hides:.3g} ms")
-    return stacked_bars(bars, {"one way": "#b07aa1"}, axis="milliseconds per step", limit=limit)
+        bars.append(Bar(label, {"one way": seconds / size}, f"{_short_mib(one.spilled_bytes)} MiB"))
+    limit = (hides / size, f"experts' forward: {short_time(hides)}")
+    return stacked_bars(bars, {"one way": "#b07aa1"}, axis=f"{unit} per step", limit=limit)
 
 
 def _stage(stage: StageSteps) -> dict[str, Any]:

@@ -56,6 +56,21 @@ class Box:
     title: str
 
 
+def time_unit(seconds: float) -> tuple[str, float]:
+    """Returns the name and the seconds of the unit for an axis that ends at `seconds`: its tick labels stay short."""
+    units = (("seconds", 1.0), ("milliseconds", 1e-3), ("microseconds", 1e-6))
+    return next(((unit, size) for unit, size in units if seconds >= size), units[-1])
+
+
+def short_time(seconds: float) -> str:
+    """Returns a time with three digits, in the unit that suits it."""
+    if seconds >= 1:
+        return f"{seconds:.3g} s"
+    if seconds < 1e-10:
+        return "0 s"  # rounding error of sums that cancel
+    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-4 else f"{1e6 * seconds:.3g} us"
+
+
 def stacked_bars(
     bars: Sequence[Bar], colors: Mapping[str, str], *, axis: str, limit: tuple[float, str] | None = None
 ) -> Figure:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.pages.figures import Bar, Box, Figure, stacked_bars, time_line
+from megatron.pages.figures import Bar, Box, Figure, short_time, stacked_bars, time_line, time_unit
 from megatron.pages.page import render
 
 _TEMPLATE = Path(__file__).with_name("page.html.jinja")
@@ -91,7 +91,7 @@ def _facts(document: Mapping[str, Any]) -> list[list[str]]:
         rows.append(
             [
                 "Estimated time",
-                f"{_seconds(step['seconds'])} per step, {step['tokens_per_second']:,.0f} tokens/s, "
+                f"{short_time(step['seconds'])} per step, {step['tokens_per_second']:,.0f} tokens/s, "
                 f"{step['tflops']:.3g} TFLOP/s per device{mfu}",
             ]
         )
@@ -139,13 +139,13 @@ def _host_memory(document: Mapping[str, Any]) -> Figure | None:
 
 def _times(document: Mapping[str, Any]) -> Figure:
     longest = document["step"]["seconds"]
-    unit, size = _time_unit(longest)
+    unit, size = time_unit(longest)
     bars = []
     for stage in document["stages"]:
         time = stage["time"]
         lengths = {name: time.get(name, 0.0) / size for name in _TIMES}
         lengths["exposed communication"] = sum(time["exposed"].values()) / size
-        bars.append(Bar(_stage_name(stage), lengths, _seconds(longest)))
+        bars.append(Bar(_stage_name(stage), lengths, short_time(longest)))
     return stacked_bars(bars, _TIMES, axis=f"{unit} per step")
 
 
@@ -157,7 +157,7 @@ def _slowest(document: Mapping[str, Any]) -> dict[str, Any]:
     modules = sorted(time["by_kind"].items(), key=lambda item: -item[1])
 
     def rows(seconds_of: list[tuple[str, float]]) -> list[list[str]]:
-        return [[name, _seconds(seconds), f"{100 * seconds / longest:.1f}%"] for name, seconds in seconds_of]
+        return [[name, short_time(seconds), f"{100 * seconds / longest:.1f}%"] for name, seconds in seconds_of]
 
     hidden = ("hidden by computation", time["hidden"])
     return {"stage": _stage_name(stage), "modules": rows(modules), "messages": rows([*messages, hidden])}
@@ -165,7 +165,7 @@ def _slowest(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def _schedule(document: Mapping[str, Any]) -> dict[str, Any]:
     lists = document["schedule"]
-    unit, size = _time_unit(document["step"]["seconds"])
+    unit, size = time_unit(document["step"]["seconds"])
     most = _MOST_BOXES // len(lists)
     chunks = sorted({chunk for passes in lists for _, chunk, *_ in passes})
     kinds = {
@@ -177,7 +177,7 @@ def _schedule(document: Mapping[str, Any]) -> dict[str, Any]:
     for row, passes in enumerate(lists):
         for letter, chunk, microbatch, start, end in passes[:most]:
             name = f"{_SHADES[letter][0]} of micro-batch {microbatch} in chunk {chunk}"
-            tip = f"{name}: {_seconds(end - start)}, starts at {_seconds(start)}"
+            tip = f"{name}: {short_time(end - start)}, starts at {short_time(start)}"
             boxes.append(Box(row, start / size, end / size, kinds[letter, chunk][0], str(microbatch), tip))
     return {
         "bubble": f"{100 * document['step']['split']['bubble'] / document['step']['seconds']:.1f}%",
@@ -209,7 +209,7 @@ def _links(document: Mapping[str, Any]) -> dict[str, Any] | None:
     messages = [
         [
             *(one["group"], one["operation"], one["phase"], f"{one['group_size']:,}", str(one["in_node"])),
-            *(f"{one['count']:,}", _bytes(one["num_bytes"]), _bytes(one["link_bytes"]), _seconds(one["seconds"])),
+            *(f"{one['count']:,}", _bytes(one["num_bytes"]), _bytes(one["link_bytes"]), short_time(one["seconds"])),
         ]
         for one in stage["links"]
     ]
@@ -261,15 +261,3 @@ def _unit(most: float) -> tuple[str, int]:
 def _bytes(count: float) -> str:
     unit, size = _unit(count)
     return f"{count / size:.4g} {unit}"
-
-
-def _time_unit(seconds: float) -> tuple[str, float]:
-    return ("seconds", 1.0) if seconds >= 1 else ("milliseconds", 1e-3)
-
-
-def _seconds(seconds: float) -> str:
-    if seconds >= 1:
-        return f"{seconds:.3g} s"
-    if seconds < 1e-10:
-        return "0 s"  # rounding error of sums that cancel
-    return f"{1e3 * seconds:.3g} ms" if seconds >= 1e-4 else f"{1e6 * seconds:.3g} us"
