@@ -34,7 +34,7 @@ from torch import Tensor
 from megatron.core.device.streams import SideStream, main_waits_for, record_main
 from megatron.core.paged_rows import PagedRows
 from megatron.core.transformer.moe.paged_stash.page_layout import COPIES_PER_PROCESSOR, Priority, TensorSpec
-from megatron.core.transformer.moe.paged_stash.page_pool import RESTORE_ALIGNMENT, PageGroup, PagePool
+from megatron.core.transformer.moe.paged_stash.page_pool import CLOSED, RESTORE_ALIGNMENT, PageGroup, PagePool
 from megatron.core.transformer.moe.paged_stash.saved_tensors import (
     Block,
     SavedTensor,
@@ -73,6 +73,7 @@ class GroupMemory:
         self.ready: torch.Event | None = None  # set when rows are restored and dropped tensors recomputed
         self.let_go: Callable[[], None] | None = None  # releases the pages, if that has not happened yet
         self.placed: list[PagedRows] = []  # the tensors of a group that is computed in pages, until they are released
+        self.scratch_generation = CLOSED  # number of resets of the pool before the group was computed in the scratch
 
     def __del__(self) -> None:
         if self.let_go is not None and not sys.is_finalizing():
@@ -187,7 +188,8 @@ class PageKeeper:
 
     A group that is computed in pages calls `place` before its forward, `spill` after it, `fetch` in backward, and
     `give_back` after the last kernel that reads the pages. All of its work runs on the main stream, except for copies
-    to and from the host.
+    to and from the host. A group whose backward is the next event needs no pages: it calls `place_in_scratch` instead,
+    and neither `spill` nor `fetch`.
     """
 
     def __init__(self, pool: PagePool, *, num_programs: int, streams: "StashStreams") -> None:
@@ -308,10 +310,23 @@ class PageKeeper:
         group.pages, group.phase = pages, Phase.STASHED
         return pages
 
+    def place_in_scratch(
+        self, group: GroupMemory, specs: Sequence[TensorSpec], dtype: torch.dtype, *, num_rows: Tensor
+    ) -> list[PagedRows]:
+        """Lets a group whose backward is the next event compute its tensors in the scratch. num_rows: [1], int64."""
+        rows = self.pool.rows_in_scratch(specs, dtype)
+        # Until its backward ends no other group computes, unless the step departs from its order, or the weight
+        # gradients are computed later.
+        self.pool.take_scratch(group, group.event.name, move_out=_move_out)
+        group.scratch_generation = self.pool.generation
+        # An invalid number discards the step, as in a plan.
+        self.pool.check_count(num_rows, specs[0].max_tokens)
+        return rows
+
     def spill(self, group: GroupMemory, *, num_rows: Tensor) -> None:
         """Copies what the kernels computed in the scratch to the group's pages on the host. num_rows: [1], int64."""
         pages = self._current(group)
-        self.pool.check_fresh(pages.group)
+        self.pool.check_fresh(pages.group.generation)
         self.pool.leave_scratch(pages.group)
         if not self.pool.layout.host_pages:
             return
@@ -341,17 +356,24 @@ class PageKeeper:
 
     def check_readable(self, group: GroupMemory) -> None:
         """Raises RuntimeError if a reset, or the last reader, has released the pages of a group."""
-        self.pool.check_fresh(self._current(group).group)
+        if group.pages is None:
+            self.check_current(group.event, group.generation)
+            self.pool.check_fresh(group.scratch_generation)
+        else:
+            self.pool.check_fresh(self._current(group).group.generation)
 
     def end_backward(self, group: GroupMemory) -> None:
         """Ends the backward of a group that was computed in pages, whose weight gradients are computed later."""
-        assert group.pages is not None
-        self.pool.leave_scratch(group.pages.group, has_late_readers=True)
+        if group.pages is not None:
+            self.pool.leave_to_readers(group.pages.group)
 
     def give_back(self, group: GroupMemory) -> None:
         """Releases the pages of a group that was computed in them. Later calls do nothing."""
         pages = group.pages
-        if pages is None or pages.is_given_back or pages.generation != self.generation:
+        if pages is None:
+            self.pool.leave_scratch(group)
+            return
+        if pages.is_given_back or pages.generation != self.generation:
             return
         self.pool.leave_scratch(pages.group)
         self._release_computed(pages)
@@ -525,6 +547,15 @@ def tensor_of(saved: SavedTensor) -> Tensor:
     """
     assert saved.memory is not None and saved.view is not None, "not stashed"
     return saved.view.over(saved.memory.bytes, saved.memory.first_byte)
+
+
+def _move_out(group: GroupMemory) -> None:
+    """Copies the tensors of a group that was computed in the scratch to memory of their own."""
+    for rows in group.placed:
+        pages = rows.table.shape[0]
+        elements = rows.page_bytes // rows.arena.itemsize
+        rows.arena = rows.arena.view(-1, elements).index_select(0, rows.table).view(-1)
+        rows.table = torch.arange(pages, device=rows.device)
 
 
 def _versions_of(block: Block) -> list[VersionOf]:

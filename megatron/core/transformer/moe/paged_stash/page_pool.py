@@ -37,7 +37,7 @@ all memory is allocated up front, and rings keep the order of release, which req
 import ctypes
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any, NamedTuple
@@ -110,12 +110,17 @@ class PageGroup:
 
 
 class _ScratchUser(NamedTuple):
-    """The group whose kernels use the scratch. is_late: whether products after its backward may read rows there."""
+    """The group whose kernels use the scratch. is_late: whether products after its backward may read rows there.
 
-    group: weakref.ref[PageGroup]
+    group: the object that took the scratch. move_out: copies rows that must survive out of the scratch, before another
+    group takes it; None if no rows must.
+    """
+
+    group: weakref.ref[Any]
     name: str
     thread: int
     is_late: bool
+    move_out: Callable[[Any], None] | None
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,8 @@ class PagePool:
         self._no_reserve = torch.zeros(NUM_PRIORITIES, dtype=torch.int64, device=self.device)
         self._tables = PageTables(layout, self.device, has_places=scratch_pages > 0)
         self._arenas: dict[torch.dtype, Tensor] = {}  # views of the arena
+        # Numbers of the pages of the scratch: [S], int64.
+        self._scratch_places = torch.arange(scratch_pages, device=self.device) + layout.device_pages
         self._scratch_user: _ScratchUser | None = None
         # Owned by the pool, so that stashes that use the pool in turn can share the buffers.
         self.restored = RestoredMemory(self.device, is_kept=keeps_restored and self.device.type == "cpu")
@@ -189,7 +196,7 @@ class PagePool:
     @property
     def num_bytes(self) -> dict[str, int]:
         """Memory sizes in bytes by name: device_pages, host_pages, scratch, and tables, which includes the rest."""
-        records = (self.heads, self.tails, self.ring, self.counters, self._no_reserve)
+        records = (self.heads, self.tails, self.ring, self.counters, self._no_reserve, self._scratch_places)
         return {
             "device_pages": self.device_pages.nbytes,
             "host_pages": self.host_pages.nbytes,
@@ -253,9 +260,9 @@ class PagePool:
         rows_in_pages will be called. Raises ValueError for other shapes and dtypes, and with in_pages for rows with
         gaps or rows that do not fit the scratch.
         """
-        self.check_fresh(group)
+        self.check_fresh(group.generation)
         if in_pages:
-            self._check_scratch(group)
+            self._check_scratch(group.tensors, group.scratch)
         reserve = self._no_reserve if reserve is None else reserve
         for name, tensor, length in (("num_rows", num_rows, 1), ("reserve", reserve, NUM_PRIORITIES)):
             if tensor.shape != (length,) or tensor.dtype != torch.int64 or tensor.device != self.device:
@@ -279,9 +286,20 @@ class PagePool:
 
     def rows_in_pages(self, group: PageGroup, index: int, dtype: torch.dtype) -> PagedRows:
         """Returns where kernels find the rows of a tensor, [max_rows, row_bytes / itemsize], planned in pages."""
-        placed, places, page_bytes = group.tensors[index], group.slab.places, self.layout.page_bytes
-        assert places is not None, "planned in pages"
-        spec, start = placed.spec, placed.table_start
+        assert group.slab.places is not None, "planned in pages"
+        return self._paged_rows(group.tensors[index], group.slab.places, dtype)
+
+    def rows_in_scratch(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> list[PagedRows]:
+        """Returns tensors that are computed in the scratch alone, [max_rows, row_bytes / itemsize] each.
+
+        The caller must `take_scratch`. Raises ValueError for rows with gaps or rows that do not fit the scratch.
+        """
+        placed, _, required = _placement_of(tuple(specs), self.layout, start=0, slot=0)
+        self._check_scratch(placed, required)
+        return [self._paged_rows(one, self._scratch_places, dtype) for one in placed]
+
+    def _paged_rows(self, placed: PlacedTensor, places: Tensor, dtype: torch.dtype) -> PagedRows:
+        spec, start, page_bytes = placed.spec, placed.table_start, self.layout.page_bytes
         end = start - (-spec.max_rows * spec.row_bytes // page_bytes)
         arena = self._arenas.get(dtype)
         if arena is None:
@@ -294,12 +312,13 @@ class PagePool:
         page = self.layout.device_pages + placed.table_start - group.room.start
         return self.arena[page * self.layout.page_bytes :][: placed.spec.max_bytes]
 
-    def take_scratch(self, group: PageGroup, name: str) -> None:
+    def take_scratch(self, group: Any, name: str, *, move_out: Callable[[Any], None] | None = None) -> None:
         """Lets the kernels of one group use the scratch. Raises RuntimeError if those of another group may still do.
 
-        Another group of the same thread that has not left the scratch was interrupted by an exception.
+        group: any object that lives as long as the rows. move_out: called with it if another group takes the scratch
+        before this one leaves it; must copy the rows elsewhere. Without it, a group of the same thread that has not
+        left the scratch was interrupted by an exception.
         """
-        self.check_fresh(group)
         user, thread = self._scratch_user, threading.get_ident()
         other = None if user is None else user.group()
         if user is not None and other is not None and other is not group:
@@ -315,30 +334,36 @@ class PagePool:
                     "pool: use a pool for each thread, or --moe-paged-stash-compute copies (from Python: "
                     "computes_in_pages=False)"
                 )
-        self._scratch_user = _ScratchUser(weakref.ref(group), name, thread, is_late=False)
+            if user.move_out is not None:
+                user.move_out(other)
+        self._scratch_user = _ScratchUser(weakref.ref(group), name, thread, is_late=False, move_out=move_out)
 
-    def leave_scratch(self, group: PageGroup, *, has_late_readers: bool = False) -> None:
+    def leave_scratch(self, group: Any) -> None:
+        """Ends a group's use of the scratch."""
+        user = self._scratch_user
+        if user is not None and user.group() is group:
+            self._scratch_user = None
+
+    def leave_to_readers(self, group: PageGroup) -> None:
         """Ends a group's use of the scratch, unless products that run later may read rows of its first tensor there."""
         user = self._scratch_user
         if user is None or user.group() is not group:
             return
-        self._scratch_user = None
-        if has_late_readers and self.layout.host_pages:
-            # A CPU can read the record. On a GPU the host does not know it.
-            record = group.slab.held[group.tensors[0].slot]
-            if self.device.type != "cpu" or int(record[Held.ON_HOST]) > 0:
-                self._scratch_user = user._replace(is_late=True)
+        # A CPU can read the record. On a GPU the host does not know it.
+        record = group.slab.held[group.tensors[0].slot]
+        is_late = self.layout.host_pages and (self.device.type != "cpu" or int(record[Held.ON_HOST]) > 0)
+        self._scratch_user = user._replace(is_late=True) if is_late else None
 
     def forget_scratch(self) -> None:
         """Ends any use of the scratch, such as that of a graph whose capture has ended."""
         self._scratch_user = None
 
-    def _check_scratch(self, group: PageGroup) -> None:
-        needed, has_gaps = group.scratch
+    def _check_scratch(self, tensors: Sequence[PlacedTensor], required: tuple[int, bool]) -> None:
+        needed, has_gaps = required
         if needed > self.scratch_pages or has_gaps:
             raise ValueError(
                 f"scratch_pages ({self.scratch_pages}) must be at least {needed} to compute these tensors in pages, "
-                f"and their rows without gaps: {[placed.spec for placed in group.tensors]}; buffers larger than "
+                f"and their rows without gaps: {[placed.spec for placed in tensors]}; buffers larger than "
                 "planned need --moe-paged-stash-compute copies"
             )
 
@@ -359,7 +384,7 @@ class PagePool:
         the memory starting at a tensor's first byte. num_programs: upper limit of the grid on a GPU, 0 for the default.
         Raises ValueError for sources of the wrong size, dtype or device.
         """
-        self.check_fresh(group)
+        self.check_fresh(group.generation)
         self._check_memories(group, sources, name="sources")
         for call in group.calls:
             ops.stash(
@@ -382,7 +407,7 @@ class PagePool:
         targets: like the sources of stash, [bytes], uint8. Raises ValueError for targets of the wrong size, dtype or
         device.
         """
-        self.check_fresh(group)
+        self.check_fresh(group.generation)
         self._check_memories(group, targets, name="targets")
         for call in group.calls:
             ops.restore(
@@ -467,9 +492,9 @@ class PagePool:
                 pages += group.slab.table[placed.table_start :][:count].tolist()
         return pages
 
-    def check_fresh(self, group: PageGroup) -> None:
-        """Raises RuntimeError for a group that is closed, or was opened before the last reset."""
-        if group.generation != self.generation:
+    def check_fresh(self, generation: int) -> None:
+        """Raises RuntimeError for the generation of a group that is closed, or was opened before the last reset."""
+        if generation != self.generation:
             raise RuntimeError("the group has no pages: it is closed, or was opened before its pool's last reset")
 
     def _check_memories(self, group: PageGroup, memories: Sequence[Tensor], *, name: str) -> None:

@@ -135,7 +135,8 @@ class PagedStash:
     4. `reset` between steps frees all pages and learns the order of the step for the next one.
 
     With computes_in_pages, groups that call `begin` and `StashedRows.place` receive their pages before their forward,
-    compute in them, and are not copied, except for rows that receive pages on the host.
+    compute in them, and are not copied, except for rows that receive pages on the host. A group whose backward is the
+    next event computes in the pool's scratch.
 
     Restored rows beyond the live ones are undefined. Backward must not read them.
     """
@@ -366,6 +367,11 @@ class PagedStash:
         """Streams that copy rows into and out of pages."""
         return self._keeper.streams
 
+    @property
+    def is_capturing_part(self) -> bool:
+        """Whether the forward or backward of a layer's part is being captured; see `capturing`."""
+        return self._part is not None
+
     def join(self) -> None:
         """Makes the main stream wait for all copies. `reset` does so too."""
         with self._keeper.exclusive():
@@ -521,6 +527,8 @@ class PagedStash:
         """Allocates pages in which a group's forward computes its tensors; `_placed` ends that forward."""
         with self._keeper.exclusive():
             self._enter(group, specs, max_rows=max_rows)
+            if group.phase is Phase.KEPT:
+                return self._keeper.place_in_scratch(group, specs, dtype, num_rows=num_rows)
             pages = self._keeper.place(
                 group,
                 specs,
@@ -534,7 +542,8 @@ class PagedStash:
         self, group: GroupMemory, specs: Sequence[TensorSpec], *, num_rows: Tensor, max_rows: int, kept: Any
     ) -> None:
         with self._keeper.exclusive():
-            self._keeper.spill(group, num_rows=num_rows)
+            if group.phase is not Phase.KEPT:
+                self._keeper.spill(group, num_rows=num_rows)
             self._leave(group, specs, kept=(kept,), max_rows=max_rows)
 
     def _enter(self, group: GroupMemory, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
@@ -605,7 +614,11 @@ class PagedStash:
             if group.phase is Phase.LOST:
                 raise _lost(group)
             self._begin_backward(group)
-            self._keeper.fetch(group, again)
+            if group.phase is Phase.KEPT:
+                self._keeper.check_readable(group)
+                group.phase = Phase.READY
+            else:
+                self._keeper.fetch(group, again)
 
     def _give_back(self, group: GroupMemory) -> None:
         with self._keeper.exclusive():
@@ -678,12 +691,13 @@ class StashedRows:
     def place(self, widths: tuple[int, int], dtype: torch.dtype) -> tuple[PagedRows, PagedRows] | None:
         """Allocates pages for x and gate_up, [C, W] each; call it before their forward.
 
-        widths: W of both. Returns None if the caller must compute in memory of its own: the group's backward follows
-        immediately, or the stash copies rows. Rows that receive no pages, or pages on the host, are in a scratch that
-        the next group overwrites.
+        widths: W of both. Returns None if the caller must compute in memory of its own: the stash copies rows, or the
+        group's backward follows immediately, in another captured graph. Rows that receive no pages, or pages on the
+        host, are in a scratch that the next group overwrites.
         """
         group = self._group
-        if not self._stash.computes_in_pages or group.phase is not Phase.RECORDING:
+        # The scratch may be overwritten between two graphs, if the step departs from its order.
+        if not self._stash.computes_in_pages or (group.phase is Phase.KEPT and self._stash.is_capturing_part):
             return None
         if any(not is_whole(width) or width < 1 for width in widths):
             raise ValueError(

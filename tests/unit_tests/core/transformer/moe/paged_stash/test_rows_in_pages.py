@@ -16,11 +16,13 @@ from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, se
 from megatron.core.transformer.moe.expert_function import expert_outputs
 from megatron.core.transformer.moe.paged_stash import (
     Counter,
+    EventKind,
     PagedStash,
     PagePool,
     PoolLayout,
     Priority,
     StashedRows,
+    StashEvent,
     TensorSpec,
 )
 from megatron.core.transformer.moe.paged_stash.expert_ops import ops
@@ -355,6 +357,73 @@ def test_late_weight_gradients_of_rows_from_the_host_are_computed_before_the_nex
     late[0].add_to(main_grad, scale=1.0, is_zero=True)
     torch.testing.assert_close(main_grad, expected)
     run(Case(), stash, "other")
+
+
+def known_order(order: str, *, pages: tuple[int, int] = (99, 0)) -> PagedStash:
+    """Returns a stash that expects forwards and backwards of "layer 0", "layer 1", ... in this order."""
+    kinds = {"F": EventKind.FORWARD, "B": EventKind.BACKWARD}
+    events = [StashEvent(kinds[one[0]], f"layer {one[1:]}", 0) for one in order.split()]
+    return make_stash(*pages, events=events)
+
+
+@pytest.mark.parametrize("has_more", [False, True], ids=["", "biases and adapters"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_group_whose_backward_follows_computes_in_the_scratch(has_more: bool, dtype: torch.dtype) -> None:
+    order, cases = "F0 F1 B1 B0", [Case(has_more=has_more, dtype=dtype) for _ in range(3)]
+    stash = known_order(order)
+    output = run(cases[0], stash, "layer 0")
+    held = stash.pool.occupancy_sync()
+    last, expected = run(cases[1], stash, "layer 1"), cases[1].live_grads(run(cases[1], None, ""))
+    assert stash.pool.occupancy_sync() == held
+    with torch.no_grad():
+        stash.pool.device_pages.view(torch.uint8)[held.device_held * 192 :] = 0xFF
+    assert all(map(torch.equal, cases[1].live_grads(last, retain_graph=True), expected))
+    with pytest.raises(RuntimeError, match="'layer 1' a second time: .*--moe-paged-stash-compute copies"):
+        cases[1].live_grads(last)
+    cases[0].live_grads(output)
+    stash.reset()
+    equal_with(stash, cases, order=order)
+
+
+@pytest.mark.parametrize("order", ["F0 F1 F2 B2 B1 B0", "F0 F1 B0 F2 B2 B1"])
+def test_rows_in_the_scratch_are_moved_if_the_step_departs_from_its_order(order: str) -> None:
+    # All other groups compute in the scratch too, with other rows.
+    stash, cases = known_order("F0 F1 B1 B0", pages=(0, 99)), [Case() for _ in range(3)]
+    for number, case in enumerate(cases):
+        case.x.data.mul_(number + 1)
+    equal_with(stash, cases, order=order)
+
+
+def test_rows_in_the_scratch_outlive_their_backward_for_late_weight_gradients() -> None:
+    stash, case, late = known_order("F0 B0 F1 B1"), Case(), list[WeightGrad]()
+    main_grad = torch.zeros_like(case.named["weight1"])
+    expected = case.live_grads(case.apart(), wanted=["weight1"])[0]
+    set_grad_owner(case.named["weight1"], GradOwner(main_grad, late.append))
+    output = run(case, stash, "layer 0")
+    output.backward(normal(*output.shape))
+    other = Case()
+    other.x.data.neg_()
+    other.live_grads(run(other, stash, "layer 1"))
+    late[0].add_to(main_grad, scale=1.0, is_zero=True)
+    torch.testing.assert_close(main_grad, expected)
+
+
+def test_a_reset_releases_the_scratch() -> None:
+    stash, case = known_order("F0 B0"), Case()
+    output = run(case, stash, "layer 0")
+    stash.reset()
+    with pytest.raises(RuntimeError, match="its rows were in the stash when reset"):
+        case.live_grads(output)
+    output = run(case, stash, "layer 0")
+    # Another stash over the same pool.
+    PagedStash(stash.pool, computes_in_pages=True, prefetch_groups=0).reset()
+    with pytest.raises(RuntimeError, match="the group has no pages: it is closed, or was opened before its pool's"):
+        case.live_grads(output)
+    stash.reset()
+    given: dict[str, Any] = {"math": case.math, "parts": case.parts, "offsets": case.offsets, "order": case.order}
+    stashed = stash.begin("layer 0", torch.tensor([CAPACITY + 1]), max_rows=CAPACITY)
+    expert_outputs(case.x, case.probs, *case.fcs, **given, stashed=stashed)
+    assert stash.is_void_sync()
 
 
 def test_pages_of_another_stash_are_not_read_after_its_reset() -> None:
