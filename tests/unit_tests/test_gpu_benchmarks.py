@@ -164,6 +164,7 @@ def test_kernels_in_pages_are_compared_with_contiguous_ones_bit_by_bit() -> None
     status, lines = lines_of_rank(paged_products.main, "--rounds", "4")
     line = merged(lines)["small"]
     assert status == 0 and all({f"{name}_x", f"{name}_paged_ms"} <= line.keys() for name in paged_products.KERNELS)
+    assert line["plan_us"] > 0 and line["release_us"] > 0
 
 
 def wrong_in_pages(kernel: Callable, one: paged_products.Operands, side: str) -> list:

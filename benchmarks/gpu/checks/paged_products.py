@@ -12,7 +12,7 @@ act_grad       its gradient, which also writes the activation again
 Experts have different numbers of rows, and the pages of a tensor are scattered over its arena. A page has the size that
 page_size_on_gpu chooses: 128 times the least common multiple of the bytes of both rows. A shape has a line for each
 kernel: milliseconds without and with pages, and their ratio, the median over rounds in which the two alternate. Results
-must be equal bit by bit.
+must be equal bit by bit. plan_us and release_us: microseconds in which a layer's pages are planned and released.
 
 Experts on a GPU compute in pages by default only once the targets hold for every shape: at most 1.03 times the time for
 fc1, and 1.05 times for both weight gradients. The other kernels have no target.
@@ -43,7 +43,8 @@ from megatron.core.device import default_device, device_name
 from megatron.core.fusions.gated_activation import ops as activation_ops
 from megatron.core.paged_rows import PagedRows, Rows, operand
 from megatron.core.transformer.moe.paged_stash.expert_ops import ops
-from megatron.core.transformer.moe.paged_stash.page_layout import TILE_ROWS
+from megatron.core.transformer.moe.paged_stash.page_layout import TILE_ROWS, Counter, PoolLayout, Priority, row_spec
+from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
 from megatron.core.transformer.moe.static_rows import ops as row_ops
 
 SHAPE_SECONDS = 13
@@ -231,6 +232,7 @@ def measure(send: Send, *, shape: Shape, rounds: int) -> None:
     device = default_device()
     one = Operands(shape, device)
     send(device=device_name(device), page_bytes=one.x["paged"].page_bytes)  # type: ignore[union-attr]
+    send(**time_plan(device, shape=shape, num_rows=one.num_rows, rounds=rounds))
     for name, kernel in KERNELS.items():
         check_bits(one, name, kernel)
         # Added gradients would otherwise grow without a limit.
@@ -245,6 +247,34 @@ def measure(send: Send, *, shape: Shape, rounds: int) -> None:
                 f"{name}_x": round(ratio, 4),
             }
         )
+
+
+def time_plan(device: torch.device, *, shape: Shape, num_rows: Tensor, rounds: int) -> Line:
+    """Returns the median microseconds of the plan of x and gate_up, and of the release of their pages.
+
+    num_rows: [1], int64, on the device. Three layers hold pages meanwhile.
+    """
+    widths = [2 * shape.hidden, 4 * shape.ffn]  # bytes of a row in bf16
+    specs = [row_spec(width, shape.capacity, priority) for width, priority in zip(widths, Priority)]
+    unit = PoolLayout(shape.page * math.lcm(*widths), device_pages=1)
+    one_group = sum(unit.pages_for(spec.max_bytes) for spec in specs)
+    layout = PoolLayout(unit.page_bytes, 4 * one_group)
+    pool = PagePool(device, layout, scratch_pages=one_group)
+    reserve = torch.zeros(len(Priority), dtype=torch.int64, device=device)
+    groups = [pool.open_group(specs) for _ in range(4)]
+
+    def plan(group: PageGroup) -> None:
+        pool.plan(group, num_rows, reserve=reserve, in_pages=True)
+
+    for group in groups[:3]:
+        plan(group)
+    times = [
+        (seconds_of(partial(plan, groups[3]), device), seconds_of(partial(pool.release, groups[3]), device))
+        for _ in range(rounds)
+    ]
+    planned, released = (statistics.median(column) for column in zip(*times[WARM_TURNS:], strict=True))
+    assert pool.occupancy_sync().counters[Counter.VOID] == 0, "every tensor has pages"
+    return {"plan_us": round(1e6 * planned, 2), "release_us": round(1e6 * released, 2)}
 
 
 def check_bits(one: Operands, name: str, kernel: Callable[[Operands, str], list[Rows]]) -> None:

@@ -227,9 +227,10 @@ class ExpertMemory:
         self.release_graphs: Callable[[], None] = lambda: None
         layers = [layer for of_chunk in schedule.layers for layer in of_chunk]
         if config.moe_paged_stash:
-            config = _without_pages_for_others(config, layers)
-            if default_device().type == "cuda":
-                with flags_named_in_errors():
+            # Ranks may have different layers.
+            with all_ranks_agree(), flags_named_in_errors():
+                config = _without_pages_for_others(config, layers)
+                if default_device().type == "cuda":
                     # A copy that is not validated again, because its other values are derived already.
                     page_size, config = page_size_on_gpu(config), copy.copy(config)
                     config.moe_paged_stash_page_size = page_size

@@ -287,6 +287,19 @@ def test_a_pool_that_one_rank_refuses_is_refused_on_all_ranks() -> None:
     assert other == f"rank 1: {refusing}"
 
 
+def _refusal_of_pages() -> str:
+    takes_rows = patch("megatron.training.step.expert_memory.takes_order", lambda experts: dist.get_rank() == 0)
+    with takes_rows, pytest.raises((ValueError, RemoteRankError)) as caught:
+        Toy.of(moe_paged_stash_compute="pages", **PAGES)
+    return str(caught.value)
+
+
+def test_pages_for_experts_that_take_rows_are_refused_on_all_ranks() -> None:
+    other, refusing = run_on_ranks(_refusal_of_pages, 2, timeout=60)
+    assert refusing.startswith("--moe-paged-stash-compute is 'pages', but the experts of a layer are GroupedMLP")
+    assert other == f"rank 1: {refusing}"
+
+
 def test_a_model_without_a_trainer_keeps_nothing_from_forward_to_forward() -> None:
     toy = Toy.of()
     alone = deepcopy(toy.model)
