@@ -18,6 +18,7 @@ from typing import Any
 if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.core.transformer.moe.paged_stash.sizing import least_page_size
 from megatron.pages.page import MissingPackageError
 from megatron.planner.stash.costs import Machine, stage_costs, verdict
 from megatron.planner.stash.outlook import (
@@ -35,7 +36,7 @@ from megatron.tools.train import pretrain_gpt
 from megatron.training.arguments import parse_args, validate_args
 from megatron.training.callbacks.routing_trace import read_routing
 from megatron.training.command_line.config_builder import run_config_of
-from megatron.training.compute.devices import planned_device
+from megatron.training.compute.devices import planned_device, plans_for_gpu
 
 FACTORS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5)
 # Number of expert ranks for which routing is generated, unless --plan-groups is given.
@@ -101,7 +102,7 @@ def _check_plan_flags(args: argparse.Namespace) -> None:
         ("host_gb_s", "above 0", _is_above_0),
         ("plan_factors", "at least 0", lambda factor: 0 <= factor < math.inf),
         ("plan_host_factors", "at least 0", lambda factor: 0 <= factor < math.inf),
-        ("plan_page_sizes", "powers of two", lambda size: size >= 1 and size & (size - 1) == 0),
+        ("plan_page_sizes", "above 0", _is_above_0),
     ):
         for value in _as_list(getattr(args, name)):
             if not is_right(value):
@@ -185,16 +186,17 @@ def _left_out(run: PlannedRun, groups: int) -> list[str]:
 
 def _table(args: argparse.Namespace, run: PlannedRun, *, spans: Sequence[RoutingSpan]) -> list[Outlook]:
     """Returns the outlook for each combination of page size, host factor and device factor."""
-    flags, given = run.flags, run.flags.moe_paged_stash_page_size
+    flags = run.flags
     # The page size with which one page holds a whole buffer.
     rows = run.ranks.max_rows(flags.moe_expert_rank_capacity_factor or 1.0)
     largest = 1 << (rows - 1).bit_length()
     for size in args.plan_page_sizes or []:
+        _check_page_size(size, flags)
         if size > largest:
             raise ValueError(
                 f"--plan-page-sizes has {size}: must be at most {largest}, because buffers have {rows} rows (tokens)"
             )
-    sizes = args.plan_page_sizes or sorted({max(1, given // 4), given, max(given, min(given * 4, largest))})
+    sizes = args.plan_page_sizes or _usual_page_sizes(flags, largest=largest)
     hosts = args.plan_host_factors or [max(0.0, flags.moe_paged_stash_buffer_size_factor_cpu)]
     tried: list[StashFlags] = [
         replace(
@@ -212,6 +214,26 @@ def _table(args: argparse.Namespace, run: PlannedRun, *, spans: Sequence[Routing
     if not tried:
         raise ValueError("--plan-factors and --plan-host-factors are all 0: at least one factor must be above 0")
     return [outlook(run, one, spans=spans) for one in tried]
+
+
+def _check_page_size(size: int, flags: StashFlags) -> None:
+    """Raises ValueError for a page size with which a run could not start on the planned device."""
+    if not flags.stash_computes_in_pages:
+        if size & (size - 1):
+            raise ValueError(f"--plan-page-sizes has {size}: must be powers of two")
+    elif plans_for_gpu() and size % least_page_size(flags):
+        raise ValueError(
+            f"--plan-page-sizes has {size}: must be multiples of {least_page_size(flags)}, so that a page holds whole "
+            "rows of x and gate_up, or --moe-paged-stash-compute must be copies"
+        )
+
+
+def _usual_page_sizes(flags: StashFlags, *, largest: int) -> list[int]:
+    """Returns the given page size, a quarter of it, and four times it, up to the size of a whole buffer."""
+    given = flags.moe_paged_stash_page_size
+    unit = least_page_size(flags) if flags.stash_computes_in_pages and plans_for_gpu() else 1
+    quarter, fourfold = given // 4 // unit * unit, min(given * 4, largest) // unit * unit
+    return sorted({max(unit, quarter), given, max(given, fourfold)})
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

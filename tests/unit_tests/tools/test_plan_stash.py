@@ -302,6 +302,11 @@ def test_bad_input_is_one_line_that_names_flags_or_the_place_in_the_file(
         (["--skew", "zipf:1", "--plan-steps", "0"], {}, "--plan-steps has 0: must be above 0"),
         (["--skew", "zipf:1", "--plan-factors", "1", "-2"], {}, "--plan-factors has -2: must be at least 0"),
         (["--skew", "zipf:1", "--plan-page-sizes", "48"], {}, "--plan-page-sizes has 48: must be powers of two"),
+        (
+            ["--skew", "zipf:1", "--plan-page-sizes", "48"],
+            {"moe-paged-stash-compute": "pages", "moe-ffn-hidden-size": 72, "moe-paged-stash-page-size": 9},
+            "--plan-page-sizes has 48: must be multiples of 9, so that a page holds whole rows of x and gate_up",
+        ),
         (["--skew", "zipf:1", "--plan-page-sizes", "1024"], {}, "has 1024: must be at most 128, because buffers have "),
         (["--skew", "zipf:1", "--plan-factors", "0"], {}, "--plan-factors and --plan-host-factors are all 0"),
         (["--skew", "zipf:1", "--plan-groups", "2"], {}, "--plan-groups is 2: must be at most 1"),

@@ -143,9 +143,7 @@ def page_size_on_gpu(config: StashSettings) -> int:
     size, given = config.moe_paged_stash_page_size, config.moe_paged_stash_buffer_bytes
     if not config.stash_computes_in_pages:
         return size
-    widths = [spec.row_bytes for spec in expert_specs(config, rows=1)]
-    # Pages are multiples of ALIGNMENT bytes.
-    least = math.lcm(*widths, ALIGNMENT) // widths[0]
+    widths, least = _widths(config), least_page_size(config)
     if size == DEFAULT_PAGE_SIZE:
         size = TILE_ROWS * least
     if given is not None and given < size * widths[0]:
@@ -159,6 +157,18 @@ def page_size_on_gpu(config: StashSettings) -> int:
             f"and gate_up ({' and '.join(map(str, widths))} bytes), or moe_paged_stash_compute must be copies"
         )
     return size
+
+
+def least_page_size(config: StashSettings) -> int:
+    """Returns the rows of hidden size in the smallest page that holds whole rows of x and of gate_up."""
+    widths = _widths(config)
+    # Pages are multiples of ALIGNMENT bytes.
+    return math.lcm(*widths, ALIGNMENT) // widths[0]
+
+
+def _widths(config: StashSettings) -> list[int]:
+    """Returns the bytes of a row of each tensor that experts save in pages, x first."""
+    return [spec.row_bytes for spec in expert_specs(config, rows=1)]
 
 
 def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
