@@ -34,8 +34,9 @@ class Kind(enum.Enum):
 class HeldBytes:
     """Bytes at one moment.
 
-    rows, wire, index: live storages of that Kind. pages: all allocated pages. restored: buffers of restored rows. live:
-    bytes of the rows in pages. tensors: number of tensors stored in pages.
+    rows, wire, index: live storages of that Kind. pages: all allocated pages. restored: buffers of restored rows.
+    scratch: buffers of the pool in which a group computes that has no pages. live: bytes of the rows in pages. tensors:
+    number of tensors stored in pages.
     """
 
     rows: int = 0
@@ -43,13 +44,19 @@ class HeldBytes:
     index: int = 0
     pages: int = 0
     restored: int = 0
+    scratch: int = 0
     live: int = 0
     tensors: int = 0
 
     @property
     def activations(self) -> int:
         """Bytes of the experts' activations in any kind of memory."""
-        return self.rows + self.pages + self.restored
+        return self.pages + self.outside
+
+    @property
+    def outside(self) -> int:
+        """Bytes of the experts' activations in whole buffers."""
+        return self.rows + self.restored + self.scratch
 
 
 @dataclass
@@ -85,6 +92,7 @@ class ExpertBytes(TorchDispatchMode):
         self._made: dict[Kind, _Storages] = {kind: {} for kind in Kind}
         self._returned: _Storages = {}
         self._in_pages: dict[tuple[int, int], tuple[int, int]] = {}  # record -> pages, live bytes
+        self._scratch = 0
         for layer in layers:
             self._watch(layer)
 
@@ -107,21 +115,32 @@ class ExpertBytes(TorchDispatchMode):
 
     def _watch(self, layer: MoELayer) -> None:
         layer.register_forward_pre_hook(lambda *_: self._scopes.append(Kind.WIRE))
-        layer.experts.register_forward_pre_hook(lambda experts, args: self._enter_experts(args))
-        layer.experts.register_forward_hook(lambda *_: self._leave())
+        layer.experts.register_forward_pre_hook(self._enter_experts, with_kwargs=True)
+        layer.experts.register_forward_hook(self._leave_experts, with_kwargs=True)
         for other in (layer.router, layer.shared_experts):
             if other is not None:
                 other.register_forward_pre_hook(lambda *_: self._scopes.append(None))
                 other.register_forward_hook(lambda *_: self._leave())
         layer.register_forward_hook(lambda layer, args, output: self._leave_layer(output))
 
-    def _enter_experts(self, args: tuple[Any, ...]) -> None:
-        """Counts the x and weights that a dispatcher created as rows of the experts."""
+    def _enter_experts(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Counts the x and weights that a dispatcher created as rows of the experts.
+
+        With an order they are the received tokens, which the experts copy into rows.
+        """
         self._scopes.append(Kind.ROWS)
-        for leaf in args:
+        for leaf in args if kwargs.get("order") is None else ():
             if isinstance(leaf, Tensor) and leaf.is_floating_point():
                 self._made[Kind.WIRE].pop(_address(leaf), None)
                 self._attribute(leaf, Kind.ROWS)
+
+    def _leave_experts(self, _: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        """Ends a forward. With an order its result are the sums of rows, which combine sends."""
+        self._leave()
+        for leaf in tree_leaves(output) if kwargs.get("order") is not None else ():
+            if isinstance(leaf, Tensor):
+                self._made[Kind.ROWS].pop(_address(leaf), None)
+                self._attribute(leaf, Kind.WIRE)
 
     def _leave(self) -> None:
         self._scopes.pop()
@@ -155,7 +174,7 @@ class ExpertBytes(TorchDispatchMode):
         elif name in ("plan", "release"):
             if kwargs.get("places") is not None:
                 in_buffers = sum(one.row_bytes * one.max_rows for one in split_tensors(kwargs["tensors"]))
-                peaks.working_set = max(peaks.working_set, in_buffers)
+                peaks.working_set = self._scratch = max(peaks.working_set, in_buffers)
             held, page_bytes = kwargs["held"], kwargs["layout"][0]
             for one in split_tensors(kwargs["tensors"]):
                 pages, rows = held[one.slot, Held.PAGES].item(), held[one.slot, Held.ROWS].item()
@@ -175,6 +194,7 @@ class ExpertBytes(TorchDispatchMode):
             index=_alive(self._made[Kind.INDEX]),
             pages=sum(pages for pages, _ in self._in_pages.values()) * self.peaks.page_bytes,
             restored=(_in_use if self._keeps_restored else _alive)(self._returned),
+            scratch=self._scratch,
             live=sum(live for _, live in self._in_pages.values()),
             tensors=len(self._in_pages),
         )

@@ -15,14 +15,14 @@ rungs     static, and half of the pages of that peak: tensors without pages are 
 *held*, MiB: x, routing weights and gate_up of all passes whose backward has not run yet, at the moment between
 two forwards of expert layers when they are largest: buffers, allocated pages, and buffers of restored rows. Additional
 memory of a forward in progress and gradients are not counted. *live*: rows in the pages. *arena*: the pool's pages.
-*sets*: buffers outside of pages, in units of the largest group's buffers; the law allows 1 + prefetch. Reported
+*sets*: buffers outside of pages, in units of the largest group's buffers; the law allows one, the scratch. Reported
 separately: *index*, integers that the dispatch stores at that moment; *wire*, the maximum of its buffers in any
 forward; *dropped*, recomputed tensors; *rss*, the growth of a process's resident memory in the steps, at its peak,
 which differs between the lines of a layout only by the experts' part. glibc keeps freed memory in all of them,
 including holes, as configured by pretrain_gpt.py.
 
 Asserted for every rank of every run: pages in use <= live bytes / page + 1 for each tensor, at all times; buffers
-outside of pages <= 1 + prefetch working sets at the peak.
+outside of pages <= one working set at the peak.
 """
 
 import argparse
@@ -52,7 +52,6 @@ from benchmarks.sides import free_port  # noqa: E402
 from megatron.core.device import keep_cpu_heap, peak_memory_bytes  # noqa: E402
 from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: E402
 from megatron.core.transformer.moe.paged_stash import Counter  # noqa: E402
-from megatron.core.transformer.moe.paged_stash.page_pool import RESTORE_ALIGNMENT  # noqa: E402
 from megatron.core.transformer.moe.permutation import Routing  # noqa: E402
 from megatron.training.command_line.config_builder import run_config_of  # noqa: E402
 from megatron.training.initialize import start_processes  # noqa: E402
@@ -61,7 +60,6 @@ from megatron.training.setup import setup_data, setup_run  # noqa: E402
 from megatron.training.training import run_step  # noqa: E402
 
 RANKS, EXPERTS, TOPK, SEQUENCE = 8, 16, 2, 128
-PREFETCH = 1
 WARM_STEPS = 2  # pools are sized by measured peaks from the second step on
 FLAGS = f"""
 --num-layers 8 --hidden-size 64 --num-attention-heads 4 --num-experts {EXPERTS} --moe-router-topk {TOPK}
@@ -72,7 +70,7 @@ FLAGS = f"""
 --mock-data --tokenizer-type NullTokenizer --vocab-size 512 --num-workers 0
 --lr 1e-4 --lr-decay-style constant --train-iters 100000 --eval-iters 0
 """
-STASH = f"--moe-paged-stash --moe-paged-stash-page-size 16 --moe-paged-stash-prefetch-layers {PREFETCH}"
+STASH = "--moe-paged-stash --moe-paged-stash-page-size 16"
 FACTOR = "--moe-paged-stash-buffer-size-factor-cuda"
 KINDS = {
     "dropless": "",
@@ -204,8 +202,7 @@ class RankFigures:
         """Raises AssertionError if more memory is in use than rows, page tails and working sets account for."""
         peaks, held = self.peaks, self.peaks.held
         assert peaks.excess_pages <= 0, f"{peaks.excess_pages} pages more than live rows fill plus one per tensor"
-        # Buffers of restored rows of x, weights and gate_up are rounded up to 64 bytes.
-        outside, allowed = held.rows + held.restored, (1 + PREFETCH) * (peaks.working_set + 3 * RESTORE_ALIGNMENT)
+        outside, allowed = held.outside, peaks.working_set
         assert self.arena_bytes == 0 or outside <= allowed, f"{outside} bytes outside of pages, {allowed} allowed"
         assert held.pages <= self.arena_bytes, f"{held.pages} bytes of pages in a pool of {self.arena_bytes}"
 
@@ -276,7 +273,7 @@ def line_of(case: Case, ranks: list[RankFigures]) -> dict[str, Any]:
         "kind": case.kind,
         "capacity": case.capacity,
         "held_bytes": held.activations,
-        "sets": (held.rows + held.restored) / most.peaks.working_set if most.peaks.working_set else None,
+        "sets": held.outside / most.peaks.working_set if most.peaks.working_set else None,
         "working_set_bytes": most.peaks.working_set,
         "arena_bytes": most.arena_bytes,
         "dropped": most.dropped,
