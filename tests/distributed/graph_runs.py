@@ -94,14 +94,14 @@ class WatchedPages:
         self._note(memory.stash.pool)
 
         def noted_pool(
-            device: torch.device, layout: PoolLayout | None, *, config: PagedStashConfig, scratch_pages: int = 0
+            device: torch.device, layout: PoolLayout | None, *, config: PagedStashConfig, **scratch: int
         ) -> PagePool | None:
             if layout is not None:
                 self.num_alive.append(
                     (sum(one() is not None for one in self._tapes), sum(not one.expired() for one in self._pages))
                 )
                 self.num_dropped.append(len(self._tapes))
-            pool = open_pool(device, layout, config=config, scratch_pages=scratch_pages)
+            pool = open_pool(device, layout, config=config, **scratch)
             if pool is not None:
                 self._note(pool)
             return pool

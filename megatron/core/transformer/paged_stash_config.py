@@ -79,7 +79,8 @@ class PagedStashConfig:
     )
     moe_paged_stash_prefetch_layers: int = config_field(
         1,
-        help="Number of layers whose rows are restored ahead of their backward. Each one occupies full-size buffers.",
+        help="Number of layers whose rows are restored ahead of their backward. Each one occupies full-size buffers. "
+        "If experts compute in pages, one layer's rows are restored from the host unless this is 0.",
         at_least=0,
     )
     moe_paged_stash_copy_sms: int = config_field(

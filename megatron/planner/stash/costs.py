@@ -13,7 +13,13 @@ import torch
 from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, peak_pages, resident_groups
 from megatron.core.transformer.moe.paged_stash.page_layout import PagesByPriority
-from megatron.core.transformer.moe.paged_stash.sizing import StepNeeds, gain_line, prefetch_groups, stash_footprint
+from megatron.core.transformer.moe.paged_stash.sizing import (
+    StepNeeds,
+    gain_line,
+    prefetch_groups,
+    scratch_sets,
+    stash_footprint,
+)
 from megatron.planner.stash.outlook import Outlook
 from megatron.planner.stash.routing import RoutingSpan
 from megatron.planner.stash.stages import PlannedRun, StashFlags
@@ -215,7 +221,7 @@ def verdict(
         ]
     worst = _fullest(costs)
     saving, factor = worst.footprint.saving, plan.flags.moe_expert_rank_capacity_factor or 1.0
-    sets = 1 + prefetch_groups(plan.flags)
+    sets = scratch_sets(plan.flags) + prefetch_groups(plan.flags)
     figures = (
         f"stage {worst.stage}: buffers have {factor:.2f} x the balanced rows; {worst.waiting_groups} groups are saved "
         f"for backward at the peak, {min(sets, worst.waiting_groups)} of them still in whole buffers; "

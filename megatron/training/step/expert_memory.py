@@ -59,6 +59,7 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     prefetch_groups,
     rounded_up,
     scratch_pages,
+    scratch_sets,
     stash_footprint,
     step_needs,
 )
@@ -407,7 +408,8 @@ class ExpertMemory:
                 # Closed before the new pool is allocated, because memory may not suffice for both pools. A pool that
                 # graphs still use is freed with the last of these graphs.
                 pool.close_sync()
-            pool = open_pool(self._device, layout, config=self._config, scratch_pages=scratch)
+            sets = scratch_sets(self._config)
+            pool = open_pool(self._device, layout, config=self._config, scratch_pages=scratch, scratch_sets=sets)
         else:
             # Participates in the collective, because other ranks may allocate pools.
             open_pool(self._device, None, config=self._config)
@@ -587,9 +589,11 @@ _CUDA, _CPU = "moe_paged_stash_buffer_size_factor_cuda", "moe_paged_stash_buffer
 
 
 def open_pool(
-    device: torch.device, layout: PoolLayout | None, *, config: PagedStashConfig, scratch_pages: int = 0
+    device: torch.device, layout: PoolLayout | None, *, config: PagedStashConfig, **scratch: int
 ) -> PagePool | None:
     """Allocates this rank's pool. Returns None without a layout, on stages that stash nothing. Collective.
+
+    scratch: scratch_pages and scratch_sets of the pool.
 
     Raises on every rank if a rank has too little memory: a ValueError naming the flag to change on that rank, and a
     RemoteRankError on the others.
@@ -600,7 +604,7 @@ def open_pool(
             if layout is not None:
                 # Setup has already called keep_cpu_heap. Here only its result matters.
                 is_kept = device.type == "cpu" and keep_cpu_heap()
-                pool = PagePool(device, layout, keeps_restored=not is_kept, scratch_pages=scratch_pages)
+                pool = PagePool(device, layout, keeps_restored=not is_kept, **scratch)
         except TierMemoryError as error:
             raise ValueError(_advice(error, config)) from error
     return pool

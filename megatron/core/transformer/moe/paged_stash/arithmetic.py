@@ -92,7 +92,7 @@ class Footprint:
     """Peak device memory of tensors saved for backward, without and with a stash.
 
     static_bytes: without a stash, whole buffers of max_rows rows. With a stash: arena_bytes, the device tier, plus
-    working_set_bytes, the whole buffers of the running group and of the prefetched groups.
+    working_set_bytes, the whole buffers of the running group and of the prefetched groups, or the scratch.
     """
 
     static_bytes: int
@@ -106,13 +106,22 @@ class Footprint:
 
 
 def footprint(
-    events: Sequence[StashEvent], max_bytes: Callable[[GroupKey], int], *, layout: PoolLayout, prefetch_groups: int
+    events: Sequence[StashEvent],
+    max_bytes: Callable[[GroupKey], int],
+    *,
+    layout: PoolLayout,
+    prefetch_groups: int,
+    scratch_sets: int = 1,
 ) -> Footprint:
-    """Returns the footprint of a step. max_bytes: bytes of a group's whole buffers; not called for resident groups."""
+    """Returns the footprint of a step. max_bytes: bytes of a group's whole buffers; not called for resident groups.
+
+    scratch_sets: whole buffers of the running group: the sets of scratch pages if groups compute in pages, else 1.
+    """
     resident, groups = resident_groups(events), {event.group for event in events}
     waiting = {group: 0 if group in resident else max_bytes(group) for group in groups}
     peak_bytes = peak_pages(events, lambda group: PagesByPriority(waiting[group]))  # the same sums, in bytes
-    working_sets = sum(sorted(waiting.values(), reverse=True)[: 1 + prefetch_groups])
+    largest = sorted(waiting.values(), reverse=True)
+    working_sets = sum(largest[: 1 + prefetch_groups]) + sum(largest[:1]) * (scratch_sets - 1)
     return Footprint(peak_bytes, layout.device_pages * layout.page_bytes, working_sets)
 
 

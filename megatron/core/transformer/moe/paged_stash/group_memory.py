@@ -74,6 +74,7 @@ class GroupMemory:
         self.let_go: Callable[[], None] | None = None  # releases the pages, if that has not happened yet
         self.placed: list[PagedRows] = []  # the tensors of a group that is computed in pages, until they are released
         self.scratch_generation = CLOSED  # number of resets of the pool before the group was computed in the scratch
+        self.scratch_set = 0  # the set of scratch pages in which rows without pages on the device are computed
 
     def __del__(self) -> None:
         if self.let_go is not None and not sys.is_finalizing():
@@ -84,8 +85,9 @@ class GroupMemory:
 class GroupPages:
     """Pages of a group. A collected group passes them to the keeper, so this object must not refer to the group.
 
-    stashed: event at the end of the copy into pages. arrived: event after the copy back and the release of the pages.
-    targets: memory that the copy back writes to. computed: whether kernels compute the group's tensors in the pages.
+    stashed: event at the end of the copy into pages. arrived: event after the copy back and, unless kernels compute in
+    the pages, their release. targets: memory that the copy back writes to. computed: whether kernels compute the
+    group's tensors in the pages.
     """
 
     group: PageGroup
@@ -188,8 +190,10 @@ class PageKeeper:
 
     A group that is computed in pages calls `place` before its forward, `spill` after it, `fetch` in backward, and
     `give_back` after the last kernel that reads the pages. All of its work runs on the main stream, except for copies
-    to and from the host. A group whose backward is the next event needs no pages: it calls `place_in_scratch` instead,
-    and neither `spill` nor `fetch`.
+    to and from the host. `prefetch` starts the copy from the host before that backward, if the group's set of the
+    scratch is free. If another group takes the set, the main stream waits for the copy, and `fetch` copies again. A
+    group whose backward is the next event needs no pages: it calls `place_in_scratch` instead, `rest_in_scratch` after
+    its forward, `read_in_scratch` in backward, and neither `spill` nor `fetch`.
     """
 
     def __init__(self, pool: PagePool, *, num_programs: int, streams: "StashStreams") -> None:
@@ -300,7 +304,8 @@ class PageKeeper:
 
         num_rows: [1], int64; reserve: [3], int64, or None; is_captured: as in `stash`.
         """
-        pages = GroupPages(self.pool.open_group(specs, is_fixed=is_captured), self.generation, computed=True)
+        opened = self.pool.open_group(specs, scratch_set=group.scratch_set, is_fixed=is_captured)
+        pages = GroupPages(opened, self.generation, computed=True)
         if not is_captured:
             group.let_go = partial(self._let_go, pages)
         for event in pages.group.waits:
@@ -314,7 +319,7 @@ class PageKeeper:
         self, group: GroupMemory, specs: Sequence[TensorSpec], dtype: torch.dtype, *, num_rows: Tensor
     ) -> list[PagedRows]:
         """Lets a group whose backward is the next event compute its tensors in the scratch. num_rows: [1], int64."""
-        rows = self.pool.rows_in_scratch(specs, dtype)
+        rows = self.pool.rows_in_scratch(specs, dtype, scratch_set=group.scratch_set)
         # Until its backward ends no other group computes, unless the step departs from its order, or the weight
         # gradients are computed later.
         self.pool.take_scratch(group, group.event.name, move_out=_move_out)
@@ -322,6 +327,17 @@ class PageKeeper:
         # An invalid number discards the step, as in a plan.
         self.pool.check_count(num_rows, specs[0].max_tokens)
         return rows
+
+    def rest_in_scratch(self, group: GroupMemory) -> None:
+        """Ends the forward of a group that was computed in the scratch."""
+        self.pool.rest_in_scratch(group)
+
+    def read_in_scratch(self, group: GroupMemory) -> None:
+        """Begins the backward of a group that was computed in the scratch, unless its rows were moved out of it."""
+        self.check_readable(group)
+        if self.pool.rests_in_scratch(group):
+            self.pool.take_scratch(group, group.event.name, move_out=_move_out)
+        group.phase = Phase.READY
 
     def spill(self, group: GroupMemory, *, num_rows: Tensor) -> None:
         """Copies what the kernels computed in the scratch to the group's pages on the host. num_rows: [1], int64."""
@@ -338,21 +354,59 @@ class PageKeeper:
         # The next group computes in the same scratch.
         self._reading.append(Reading(copied, [] if copied is None else [num_rows], []))
 
-    def fetch(self, group: GroupMemory, again: Callable[[Tensor], None] | None) -> None:
+    def fetch(
+        self, group: GroupMemory, again: Callable[[Tensor], None] | None, *, following: GroupMemory | None
+    ) -> None:
         """Copies the group's rows on the host back into the scratch, and recomputes a dropped last tensor there.
 
-        again: writes the last tensor unless its argument, [1], int64, is 0; None if it is not dropped.
+        again: writes the last tensor unless its argument, [1], int64, is 0; None if it is not dropped. following: a
+        group to prefetch.
         """
         pages = self._current(group)
+        has_host_pages = self.pool.layout.host_pages > 0
+        is_prefetched = has_host_pages and self.pool.rests_in_scratch(pages.group)
         self.pool.take_scratch(pages.group, group.event.name)
-        if self.pool.layout.host_pages:
-            targets = [self.pool.scratch_of(pages.group, index) for index in range(len(pages.group.tensors))]
-            with self._restore_stream.behind_main(pages.stashed):
-                self.pool.restore(pages.group, targets, host_only=True)
-            main_waits_for(self._restore_stream.record(), self.pool.device)
+        if has_host_pages:
+            if not is_prefetched:
+                self._copy_from_host(pages, num_programs=0)
+            if following is not None:
+                # Launched before the main stream waits and recomputes, because this copy depends on neither.
+                self.prefetch(following)
+            main_waits_for(pages.arrived, self.pool.device)
         if again is not None:
             again(self.pool.dropped(pages.group, len(pages.group.tensors) - 1))
         group.ready, group.phase = record_main(self.pool.device), Phase.READY
+
+    def prefetch(self, group: GroupMemory) -> None:
+        """Starts to copy the rows on the host of a group whose backward is the next event into the scratch.
+
+        Does nothing if the group was not computed in pages, or if its set of the scratch is not free, such as while
+        weight gradients of the previous group there are still to be computed.
+        """
+        if group.phase is not Phase.STASHED or not self.is_computed(group):
+            return
+        pages = self._current(group)
+        if not self.pool.layout.host_pages or not self.pool.is_scratch_free(pages.group.scratch_set):
+            return
+        # Holds the pages and not the group, which would otherwise stay alive if autograd dropped it.
+        await_copy = partial(self._await_copy, pages)
+        self.pool.take_scratch(pages.group, group.event.name, move_out=await_copy)
+        self._copy_from_host(pages, num_programs=self._num_programs)
+        # Last, so that after an interruption the group's backward copies the rows itself.
+        self.pool.rest_in_scratch(pages.group)
+
+    def _copy_from_host(self, pages: GroupPages, *, num_programs: int) -> None:
+        targets = [self.pool.scratch_of(pages.group, index) for index in range(len(pages.group.tensors))]
+        # The kernels of the set's previous user are already on the main stream.
+        try:
+            with self._restore_stream.behind_main(pages.stashed):
+                self.pool.restore(pages.group, targets, num_programs=num_programs, host_only=True)
+        finally:
+            pages.arrived = self._restore_stream.record()
+
+    def _await_copy(self, pages: GroupPages, _: PageGroup) -> None:
+        """Cancels a prefetch: the rows remain in their pages on the host, and another group overwrites the copy."""
+        main_waits_for(pages.arrived, self.pool.device)
 
     def check_readable(self, group: GroupMemory) -> None:
         """Raises RuntimeError if a reset, or the last reader, has released the pages of a group."""
@@ -363,8 +417,10 @@ class PageKeeper:
             self.pool.check_fresh(self._current(group).group.generation)
 
     def end_backward(self, group: GroupMemory) -> None:
-        """Ends the backward of a group that was computed in pages, whose weight gradients are computed later."""
-        if group.pages is not None:
+        """Ends the backward of a group that was placed, and whose weight gradients are computed later."""
+        if group.pages is None:
+            self.pool.rest_in_scratch(group)
+        else:
             self.pool.leave_to_readers(group.pages.group)
 
     def give_back(self, group: GroupMemory) -> None:
@@ -513,6 +569,9 @@ class PageKeeper:
             return
         if pages.computed:
             main_waits_for(pages.stashed, self.pool.device)
+            # A prefetch may still read the pages.
+            main_waits_for(pages.arrived, self.pool.device)
+            self.pool.leave_scratch(pages.group)
             self._release_computed(pages)
             self.pool.close_group(pages.group, after=record_main(self.pool.device))
             return

@@ -16,7 +16,8 @@ its address. Storage without addresses, such as a file, could therefore not be a
 
 [Note: computed in pages] Experts may compute their rows in pages. The pool then also has scratch, pages that no tensor
 holds. The device's pages and the scratch are one arena, and `rows_in_pages` returns where the kernels find the rows of
-a tensor. See [Note: scratch] in cpu_kernels.py.
+a tensor. See [Note: scratch] in cpu_kernels.py. The scratch has one or two sets of pages, each for one group. With two,
+rows of the next group are copied from the host into one set while the kernels of this group use the other.
 
 [Note: streams of a pool] Only methods named *_sync wait for the device. plan and stash may run on one stream while
 restore and release run on another: only plan advances the rings' heads, only release appends at their tails, and a
@@ -40,7 +41,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -92,7 +93,8 @@ class PageGroup:
     tensors: in the order of the specs. waits: events that the stream of its first plan must wait for, because the
     previous owner of the table entries may still be reading its records. generation: number of the pool's resets before
     the group was opened, or CLOSED. scratch: pages of scratch in which all rows fit, and whether rows have gaps.
-    is_fixed: the group belongs to a CUDA graph and is never closed.
+    scratch_set: the set of scratch pages that the group uses. is_fixed: the group belongs to a CUDA graph and is never
+    closed.
     """
 
     tensors: list[PlacedTensor]
@@ -102,6 +104,7 @@ class PageGroup:
     room: "_Room"
     calls: list[OperatorCall]
     scratch: tuple[int, bool]
+    scratch_set: int
     is_fixed: bool = False
 
     def dropped(self, index: int) -> Tensor:
@@ -109,16 +112,23 @@ class PageGroup:
         return self.slab.held[self.tensors[index].slot, Held.DROPPED :][:1]
 
 
-class _ScratchUser(NamedTuple):
-    """The group whose kernels use the scratch. is_late: whether products after its backward may read rows there.
+class ScratchGroup(Protocol):
+    """An object that lives as long as a group's rows. scratch_set: the set of scratch pages that the group uses."""
 
-    group: the object that took the scratch. move_out: copies rows that must survive out of the scratch, before another
-    group takes it; None if no rows must.
+    scratch_set: int
+
+
+class _ScratchUser(NamedTuple):
+    """The group whose rows are in a set of the scratch. is_late: whether products after its backward may read them.
+
+    group: the object that took the set. thread: the one that launches the group's kernels; None while the group is
+    idle. move_out: called before another group takes the set, and copies rows that must survive elsewhere; None if no
+    rows must.
     """
 
     group: weakref.ref[Any]
     name: str
-    thread: int
+    thread: int | None
     is_late: bool
     move_out: Callable[[Any], None] | None
 
@@ -151,9 +161,10 @@ class PagePool:
 
     The constructor allocates all memory, except page tables, which grow with the number of open groups. keeps_restored:
     whether CPU memory of restored rows is kept for reuse, see [Note: persistent buffers]. scratch_pages: S, pages of
-    scratch for one group, see [Note: computed in pages]. Read-only attributes: arena [(D + S) * page_bytes],
-    device_pages [D * page_bytes], a part of it, host_pages [Hn * page_bytes], uint8; heads, tails [2], int64; ring
-    [D + Hn], int32; counters [len(Counter)], int64; generation: number of resets.
+    scratch for one group; scratch_sets: s, the number of such sets; see [Note: computed in pages]. Read-only
+    attributes: arena [(D + s S) * page_bytes], device_pages [D * page_bytes], a part of it, host_pages
+    [Hn * page_bytes], uint8; heads, tails [2], int64; ring [D + Hn], int32; counters [len(Counter)], int64; generation:
+    number of resets.
     """
 
     @torch.inference_mode(False)  # tensors made in inference mode cannot be changed outside of it
@@ -164,10 +175,12 @@ class PagePool:
         *,
         keeps_restored: bool = True,
         scratch_pages: int = 0,
+        scratch_sets: int = 1,
     ) -> None:
         """Allocates the pages. Raises TierMemoryError, a ValueError, if a tier's memory cannot be allocated."""
-        self.layout, self._keeps_restored, self.scratch_pages = layout, keeps_restored, scratch_pages
-        num_bytes = (layout.device_pages + scratch_pages) * layout.page_bytes
+        self.layout, self._keeps_restored = layout, keeps_restored
+        self.scratch_pages, self.scratch_sets = scratch_pages, scratch_sets
+        num_bytes = (layout.device_pages + scratch_pages * scratch_sets) * layout.page_bytes
         name = "device_pages + scratch_pages" if scratch_pages else "device_pages"
         self.arena = _device_memory(num_bytes, torch.device(device), name=name)
         self.device_pages = self.arena[: layout.device_pages * layout.page_bytes]
@@ -179,19 +192,19 @@ class PagePool:
         self.counters = torch.zeros(len(Counter), dtype=torch.int64, device=self.device)
         self.generation = -1
         self._no_reserve = torch.zeros(NUM_PRIORITIES, dtype=torch.int64, device=self.device)
-        self._tables = PageTables(layout, self.device, has_places=scratch_pages > 0)
+        self._tables = PageTables(layout, self.device, scratch_pages=scratch_pages)
         self._arenas: dict[torch.dtype, Tensor] = {}  # views of the arena
-        # Numbers of the pages of the scratch: [S], int64.
-        self._scratch_places = torch.arange(scratch_pages, device=self.device) + layout.device_pages
-        self._scratch_user: _ScratchUser | None = None
+        # Numbers of the pages of the scratch: [s S], int64.
+        self._scratch_places = torch.arange(scratch_pages * scratch_sets, device=self.device) + layout.device_pages
+        self._scratch_users: list[_ScratchUser | None]  # one for each set
         # Owned by the pool, so that stashes that use the pool in turn can share the buffers.
         self.restored = RestoredMemory(self.device, is_kept=keeps_restored and self.device.type == "cpu")
         self.reset()
 
     def __reduce__(self) -> Any:
         """Makes deepcopy and pickle create a pool of the same size with separate memory and only free pages."""
-        make = partial(PagePool, keeps_restored=self._keeps_restored, scratch_pages=self.scratch_pages)
-        return make, (str(self.device), self.layout)
+        scratch: dict[str, Any] = {"scratch_pages": self.scratch_pages, "scratch_sets": self.scratch_sets}
+        return partial(PagePool, keeps_restored=self._keeps_restored, **scratch), (str(self.device), self.layout)
 
     @property
     def num_bytes(self) -> dict[str, int]:
@@ -216,7 +229,7 @@ class PagePool:
         torch.arange(self.layout.num_pages, out=self.ring, device=self.device)
         self.counters.zero_()
         self._tables.reset()
-        self._scratch_user = None
+        self._scratch_users = [None] * self.scratch_sets
         self.generation += 1
 
     @property
@@ -236,19 +249,19 @@ class PagePool:
         self.arena, self.host_pages = self.arena.new_empty(0), self.host_pages.new_empty(0)
         self.device_pages, self._arenas = self.arena, {}
 
-    def open_group(self, specs: Sequence[TensorSpec], *, is_fixed: bool = False) -> PageGroup:
+    def open_group(self, specs: Sequence[TensorSpec], *, scratch_set: int = 0, is_fixed: bool = False) -> PageGroup:
         """Reserves table entries for tensors that are planned together. Raises ValueError if specs is empty.
 
-        is_fixed: whether a CUDA graph that is being captured will repeat the group's calls. Its table entries are then
-        never reused.
+        scratch_set: the set of scratch pages in which rows without pages on the device are computed. is_fixed: whether
+        a CUDA graph that is being captured will repeat the group's calls. Its table entries are then never reused.
         """
         if not self.device_pages.nbytes + self.host_pages.nbytes:
             raise RuntimeError("the pool is closed: it has no pages")
         if not specs:
             raise ValueError("specs is empty: must contain at least one tensor")
         if is_fixed:
-            return self._tables.open_fixed_group(specs, self.generation)
-        return self._tables.open_group(specs, self.generation)
+            return self._tables.open_fixed_group(specs, self.generation, scratch_set)
+        return self._tables.open_group(specs, self.generation, scratch_set)
 
     def plan(
         self, group: PageGroup, num_rows: Tensor, *, reserve: Tensor | None = None, in_pages: bool = False
@@ -289,12 +302,15 @@ class PagePool:
         assert group.slab.places is not None, "planned in pages"
         return self._paged_rows(group.tensors[index], group.slab.places, dtype)
 
-    def rows_in_scratch(self, specs: Sequence[TensorSpec], dtype: torch.dtype) -> list[PagedRows]:
+    def rows_in_scratch(
+        self, specs: Sequence[TensorSpec], dtype: torch.dtype, *, scratch_set: int = 0
+    ) -> list[PagedRows]:
         """Returns tensors that are computed in the scratch alone, [max_rows, row_bytes / itemsize] each.
 
         The caller must `take_scratch`. Raises ValueError for rows with gaps or rows that do not fit the scratch.
         """
-        placed, _, required = _placement_of(tuple(specs), self.layout, start=0, slot=0)
+        start = scratch_set * self.scratch_pages
+        placed, _, required = _placement_of(tuple(specs), self.layout, start=start, slot=0, scratch_start=start)
         self._check_scratch(placed, required)
         return [self._paged_rows(one, self._scratch_places, dtype) for one in placed]
 
@@ -309,17 +325,17 @@ class PagePool:
     def scratch_of(self, group: PageGroup, index: int) -> Tensor:
         """Returns the scratch of a tensor: [max_rows * row_bytes], uint8."""
         placed = group.tensors[index]
-        page = self.layout.device_pages + placed.table_start - group.room.start
+        scratch = self.layout.device_pages + group.scratch_set * self.scratch_pages
+        page = scratch + placed.table_start - group.room.start
         return self.arena[page * self.layout.page_bytes :][: placed.spec.max_bytes]
 
-    def take_scratch(self, group: Any, name: str, *, move_out: Callable[[Any], None] | None = None) -> None:
-        """Lets the kernels of one group use the scratch. Raises RuntimeError if those of another group may still do.
+    def take_scratch(self, group: ScratchGroup, name: str, *, move_out: Callable[[Any], None] | None = None) -> None:
+        """Lets the kernels of a group use its set of the scratch. Raises RuntimeError if another group may still do.
 
-        group: any object that lives as long as the rows. move_out: called with it if another group takes the scratch
-        before this one leaves it; must copy the rows elsewhere. Without it, a group of the same thread that has not
-        left the scratch was interrupted by an exception.
+        move_out: called with the group if another one takes the set before this one leaves it; must copy the rows
+        elsewhere. Without it, a group of the same thread that has not left the scratch was interrupted by an exception.
         """
-        user, thread = self._scratch_user, threading.get_ident()
+        user, thread = self._scratch_users[group.scratch_set], threading.get_ident()
         other = None if user is None else user.group()
         if user is not None and other is not None and other is not group:
             if user.is_late:
@@ -328,7 +344,7 @@ class PagePool:
                     "been computed yet: compute them before the next group runs, or use no pages on the host "
                     "(moe_paged_stash_buffer_size_factor_cpu 0), or --moe-paged-stash-compute copies"
                 )
-            if user.thread != thread:
+            if user.thread is not None and user.thread != thread:
                 raise RuntimeError(
                     f"the expert groups {name!r} and {user.name!r} run in two threads and compute in the pages of one "
                     "pool: use a pool for each thread, or --moe-paged-stash-compute copies (from Python: "
@@ -336,27 +352,55 @@ class PagePool:
                 )
             if user.move_out is not None:
                 user.move_out(other)
-        self._scratch_user = _ScratchUser(weakref.ref(group), name, thread, is_late=False, move_out=move_out)
+        taken = _ScratchUser(weakref.ref(group), name, thread, is_late=False, move_out=move_out)
+        self._scratch_users[group.scratch_set] = taken
 
-    def leave_scratch(self, group: Any) -> None:
-        """Ends a group's use of the scratch."""
-        user = self._scratch_user
+    def rest_in_scratch(self, group: ScratchGroup) -> None:
+        """Says that a group's rows in the scratch are complete, and that it is idle until it calls take_scratch again.
+
+        Any thread may then take the set, because `move_out` does not interfere with a forward or backward.
+        """
+        user = self._scratch_users[group.scratch_set]
         if user is not None and user.group() is group:
-            self._scratch_user = None
+            self._scratch_users[group.scratch_set] = user._replace(thread=None)
+
+    def rests_in_scratch(self, group: ScratchGroup) -> bool:
+        """Returns whether a group called rest_in_scratch, and no other group has taken the set since."""
+        user = self._scratch_users[group.scratch_set]
+        return user is not None and user.thread is None and user.group() is group
+
+    def is_scratch_free(self, scratch_set: int) -> bool:
+        """Returns whether no group uses a set of the scratch."""
+        user = self._scratch_users[scratch_set]
+        return user is None or user.group() is None
+
+    def leave_scratch(self, group: ScratchGroup) -> None:
+        """Ends a group's use of the scratch."""
+        user = self._scratch_users[group.scratch_set]
+        if user is not None and user.group() is group:
+            self._scratch_users[group.scratch_set] = None
 
     def leave_to_readers(self, group: PageGroup) -> None:
         """Ends a group's use of the scratch, unless products that run later may read rows of its first tensor there."""
-        user = self._scratch_user
+        user = self._scratch_users[group.scratch_set]
         if user is None or user.group() is not group:
             return
         # A CPU can read the record. On a GPU the host does not know it.
         record = group.slab.held[group.tensors[0].slot]
         is_late = self.layout.host_pages and (self.device.type != "cpu" or int(record[Held.ON_HOST]) > 0)
-        self._scratch_user = user._replace(is_late=True) if is_late else None
+        self._scratch_users[group.scratch_set] = user._replace(is_late=True) if is_late else None
+
+    def empty_scratch(self) -> None:
+        """Moves the rows of idle groups out of the scratch, which a replayed graph may overwrite."""
+        for scratch_set, user in enumerate(self._scratch_users):
+            group = None if user is None else user.group()
+            if user is not None and user.thread is None and user.move_out is not None and group is not None:
+                user.move_out(group)
+                self._scratch_users[scratch_set] = None
 
     def forget_scratch(self) -> None:
         """Ends any use of the scratch, such as that of a graph whose capture has ended."""
-        self._scratch_user = None
+        self._scratch_users = [None] * self.scratch_sets
 
     def _check_scratch(self, tensors: Sequence[PlacedTensor], required: tuple[int, bool]) -> None:
         needed, has_gaps = required
@@ -616,8 +660,9 @@ class TableSlab:
 class PageTables:
     """Page tables of one pool, in slabs. A slab is added when no space is left. Slabs are never freed."""
 
-    def __init__(self, layout: PoolLayout, device: torch.device, *, has_places: bool) -> None:
-        self.layout, self.device, self._has_places = layout, device, has_places
+    def __init__(self, layout: PoolLayout, device: torch.device, *, scratch_pages: int) -> None:
+        self.layout, self.device, self._scratch_pages = layout, device, scratch_pages
+        self._has_places = scratch_pages > 0
         self.slabs: list[TableSlab] = []
         # Groups of CUDA graphs, kept as long as the graphs exist.
         self._fixed: weakref.WeakSet[PageGroup] = weakref.WeakSet()
@@ -638,15 +683,16 @@ class PageTables:
         """Fixed groups, and groups that were opened since the last reset and not closed, in no particular order."""
         return [*self._fixed, *(group for slab in self.slabs for group in slab.open_groups)]
 
-    def open_group(self, specs: Sequence[TensorSpec], generation: int) -> PageGroup:
+    def open_group(self, specs: Sequence[TensorSpec], generation: int, scratch_set: int) -> PageGroup:
         """Opens a group with space for the page ids of these tensors, even if all their rows are live."""
         specs = tuple(specs)
         slab, room, waits = self._take(_size_of(specs, self.layout))
-        group = PageGroup(waits=waits, generation=generation, slab=slab, room=room, **self._placed(specs, room))
+        placed = self._placed(specs, room, scratch_set)
+        group = PageGroup(waits=waits, generation=generation, slab=slab, room=room, **placed)
         slab.open_groups.add(group)
         return group
 
-    def open_fixed_group(self, specs: Sequence[TensorSpec], generation: int) -> PageGroup:
+    def open_fixed_group(self, specs: Sequence[TensorSpec], generation: int, scratch_set: int) -> PageGroup:
         """Opens a group with a separate slab, for a CUDA graph that repeats the group's plan.
 
         Space that is allocated and returned during capture would end up in two graphs. The slab may be in the graph's
@@ -655,14 +701,17 @@ class PageTables:
         specs = tuple(specs)
         size = _size_of(specs, self.layout)
         slab, room = self._slab(*size), _Room(0, 0, *size)
-        placed = self._placed(specs, room)
+        placed = self._placed(specs, room, scratch_set)
         group = PageGroup(waits=[], generation=generation, slab=slab, room=room, is_fixed=True, **placed)
         self._fixed.add(group)
         return group
 
-    def _placed(self, specs: tuple[TensorSpec, ...], room: _Room) -> dict[str, Any]:
-        placed, calls, scratch = _placement_of(specs, self.layout, start=room.start, slot=room.slot)
-        return {"tensors": placed, "calls": calls, "scratch": scratch}
+    def _placed(self, specs: tuple[TensorSpec, ...], room: _Room, scratch_set: int) -> dict[str, Any]:
+        scratch_start = scratch_set * self._scratch_pages
+        placed, calls, scratch = _placement_of(
+            specs, self.layout, start=room.start, slot=room.slot, scratch_start=scratch_start
+        )
+        return {"tensors": placed, "calls": calls, "scratch": scratch, "scratch_set": scratch_set}
 
     def close_group(self, group: PageGroup, after: torch.Event | None) -> None:
         """Returns the group's space to its slab. Fixed groups keep their space.
@@ -713,17 +762,17 @@ def _size_of(specs: tuple[TensorSpec, ...], layout: PoolLayout) -> tuple[int, in
 
 @lru_cache(_KNOWN_SIZES)
 def _placement_of(
-    specs: tuple[TensorSpec, ...], layout: PoolLayout, *, start: int, slot: int
+    specs: tuple[TensorSpec, ...], layout: PoolLayout, *, start: int, slot: int, scratch_start: int
 ) -> tuple[list[PlacedTensor], list[OperatorCall], tuple[int, bool]]:
     """Places tensors in a table from entry `start` and slot `slot` on. Callers must not change the result.
 
-    Returns the calls of operators too, each with at most MAX_TENSORS tensors, sorted by priority, then by their given
-    order, and PageGroup.scratch.
+    scratch_start: position in the scratch of the first tensor. Returns the calls of operators too, each with at most
+    MAX_TENSORS tensors, sorted by priority, then by their given order, and PageGroup.scratch.
     """
     placed, scratch, first_entry = [], [], start
     for index, spec in enumerate(specs):
         placed.append(PlacedTensor(spec, start, slot + index))
-        scratch.append(layout.device_pages + start - first_entry)
+        scratch.append(layout.device_pages + scratch_start + start - first_entry)
         start += layout.pages_for(spec.max_bytes)
     order = planning_order(specs)
     chunks = [order[first : first + MAX_TENSORS] for first in range(0, len(order), MAX_TENSORS)]

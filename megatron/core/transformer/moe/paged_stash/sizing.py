@@ -196,8 +196,18 @@ def prefetch_groups(config: StashSettings) -> int:
     return 0 if is_alone else config.moe_paged_stash_prefetch_layers
 
 
+def scratch_sets(config: StashSettings) -> int:
+    """Returns the number of sets of scratch pages: 2 if rows on the host are prefetched, else 1."""
+    has_host_pages = config.moe_paged_stash_buffer_size_factor_cpu != 0
+    prefetches = config.moe_paged_stash_prefetch_layers > 0 and not config.captures_experts
+    return 2 if config.stash_computes_in_pages and has_host_pages and prefetches else 1
+
+
 def scratch_pages(config: StashSettings, needs: StepNeeds) -> int:
-    """Returns the pages in which experts compute rows that have no pages on the device; 0 if rows are copied."""
+    """Returns the pages of one set, in which a group's rows without pages on the device are computed.
+
+    It is 0 if rows are copied.
+    """
     unit = PoolLayout(needs.page_bytes, device_pages=1)
     return sum(unit.pages_for(spec.max_bytes) for spec in needs.specs) if config.stash_computes_in_pages else 0
 
@@ -206,7 +216,7 @@ def pool_bytes(config: StashSettings, needs: StepNeeds, layout: PoolLayout | Non
     """Returns the bytes of a pool's pages and scratch on the device, and of its pages on the host."""
     if layout is None:
         return 0, 0
-    on_device = layout.device_pages + scratch_pages(config, needs)
+    on_device = layout.device_pages + scratch_pages(config, needs) * scratch_sets(config)
     return on_device * layout.page_bytes, layout.host_pages * layout.page_bytes
 
 
@@ -437,6 +447,7 @@ def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayo
         lambda group: one_group,
         layout=layout,
         prefetch_groups=prefetch_groups(config),
+        scratch_sets=scratch_sets(config),
     )
 
 
@@ -448,9 +459,9 @@ def gain_line(own: Footprint, layout: PoolLayout) -> str:
     outcome = f"saves {own.saving:.0%}"
     if own.saving < 0:
         outcome = (
-            f"COSTS {-own.saving:.0%}: use less memory with a smaller moe_paged_stash_page_size or, with copies, "
-            "moe_paged_stash_prefetch_layers, without moe_paged_stash, or, where tensors may be recomputed, with a "
-            "smaller moe_paged_stash_buffer_size_factor_cuda"
+            f"COSTS {-own.saving:.0%}: use less memory with a smaller moe_paged_stash_page_size or, with copies or "
+            "pages on the host, moe_paged_stash_prefetch_layers, without moe_paged_stash, or, where tensors may be "
+            "recomputed, with a smaller moe_paged_stash_buffer_size_factor_cuda"
         )
     return (
         f"paged stash: {_mib(own.arena_bytes)} of pages + {_mib(own.working_set_bytes)} of buffers instead of "

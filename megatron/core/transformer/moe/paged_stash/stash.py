@@ -136,7 +136,8 @@ class PagedStash:
 
     With computes_in_pages, groups that call `begin` and `StashedRows.place` receive their pages before their forward,
     compute in them, and are not copied, except for rows that receive pages on the host. A group whose backward is the
-    next event computes in the pool's scratch.
+    next event computes in the pool's scratch. If the pool has two sets of scratch pages, groups use them in turn, in
+    the order of their backwards, and the rows on the host of the next group are prefetched into the other set.
 
     Restored rows beyond the live ones are undefined. Backward must not read them.
     """
@@ -157,15 +158,16 @@ class PagedStash:
         """Creates a stash that stores rows in the pages of `pool`.
 
         prefetch_groups: number of groups whose rows are restored ahead of their backward, each into buffers of max_rows
-        rows. events: order of a step; None learns it. num_programs: maximum number of programs of a copy that runs
-        concurrently with other kernels on a GPU, such as copy_programs(); 0 means no limit. reserved_share: share of
-        max_rows for which pages are reserved for later groups before gate_up and act receive any. 1 guarantees that
-        every x receives pages if the pool could hold all of them, in steps that follow the known order and in steps
-        without one. Smaller values guarantee nothing, and 0 reserves nothing; see Reserve. has_rungs: whether gate_up
-        and act have recompute levels, i.e. are dropped and recomputed if pages run out; otherwise they are as important
-        as x. specs: tensor sizes of each group in `events`, if they are known before the first step. streams: the
-        streams of the stash that this stash replaces, on the pool's device; None creates new streams.
-        computes_in_pages: whether groups that `place` their tensors compute in pages; requires a pool with scratch.
+        rows; not of groups that compute in pages. events: order of a step; None learns it. num_programs: maximum number
+        of programs of a copy that runs concurrently with other kernels on a GPU, such as copy_programs(); 0 means no
+        limit. reserved_share: share of max_rows for which pages are reserved for later groups before gate_up and act
+        receive any. 1 guarantees that every x receives pages if the pool could hold all of them, in steps that follow
+        the known order and in steps without one. Smaller values guarantee nothing, and 0 reserves nothing; see Reserve.
+        has_rungs: whether gate_up and act have recompute levels, i.e. are dropped and recomputed if pages run out;
+        otherwise they are as important as x. specs: tensor sizes of each group in `events`, if they are known before
+        the first step. streams: the streams of the stash that this stash replaces, on the pool's device; None creates
+        new streams. computes_in_pages: whether groups that `place` their tensors compute in pages; requires a pool with
+        scratch.
         Raises ValueError for invalid arguments.
         """
         if computes_in_pages and not pool.scratch_pages:
@@ -191,6 +193,7 @@ class PagedStash:
         self.computes_in_pages = computes_in_pages
         self.pool, self.order = pool, StashOrder(events)
         self._prefetch_groups, self.has_rungs = prefetch_groups, has_rungs
+        self._has_two_scratches = computes_in_pages and pool.scratch_sets > 1
         self._keeper = PageKeeper(pool, num_programs=num_programs, streams=streams or StashStreams.on(pool.device))
         self._instances: Multiset[str] = Multiset()  # number of forwards so far in this step, by name
         self._num_forwards = 0  # so far in this step
@@ -215,7 +218,8 @@ class PagedStash:
         if "_unbound" in self.__dict__:
             return _unbound, (type(self), *self.__dict__["_unbound"])
         settings = {**self._settings, "reserved_share": self.reserved_share}
-        make_pool = partial(PagePool, str(self.pool.device), self.pool.layout, scratch_pages=self.pool.scratch_pages)
+        scratch: dict[str, Any] = {"scratch_pages": self.pool.scratch_pages, "scratch_sets": self.pool.scratch_sets}
+        make_pool = partial(PagePool, str(self.pool.device), self.pool.layout, **scratch)
         return _unbound, (type(self), make_pool, settings)
 
     def __getattr__(self, name: str) -> Any:
@@ -334,6 +338,7 @@ class PagedStash:
             lambda group: max_bytes.get(group, 0),
             layout=self.pool.layout,
             prefetch_groups=self._prefetch_groups,
+            scratch_sets=self.pool.scratch_sets,
         )
 
     @property
@@ -373,9 +378,11 @@ class PagedStash:
         return self._part is not None
 
     def join(self) -> None:
-        """Makes the main stream wait for all copies. `reset` does so too."""
+        """Makes the main stream wait for all copies, as `reset` does."""
         with self._keeper.exclusive():
             self._keeper.join_all()
+            # A graph that is replayed next may compute there.
+            self.pool.empty_scratch()
 
     @contextmanager
     def captured(self) -> Iterator[None]:
@@ -527,6 +534,9 @@ class PagedStash:
         """Allocates pages in which a group's forward computes its tensors; `_placed` ends that forward."""
         with self._keeper.exclusive():
             self._enter(group, specs, max_rows=max_rows)
+            if self._has_two_scratches and self._part is None:
+                # Backwards that follow each other use different sets.
+                group.scratch_set = self.order.backward_index(group.event) % self.pool.scratch_sets
             if group.phase is Phase.KEPT:
                 return self._keeper.place_in_scratch(group, specs, dtype, num_rows=num_rows)
             pages = self._keeper.place(
@@ -542,7 +552,9 @@ class PagedStash:
         self, group: GroupMemory, specs: Sequence[TensorSpec], *, num_rows: Tensor, max_rows: int, kept: Any
     ) -> None:
         with self._keeper.exclusive():
-            if group.phase is not Phase.KEPT:
+            if group.phase is Phase.KEPT:
+                self._keeper.rest_in_scratch(group)
+            else:
                 self._keeper.spill(group, num_rows=num_rows)
             self._leave(group, specs, kept=(kept,), max_rows=max_rows)
 
@@ -613,12 +625,16 @@ class PagedStash:
         with self._keeper.exclusive():
             if group.phase is Phase.LOST:
                 raise _lost(group)
-            self._begin_backward(group)
+            following = None
+            if self._begin_backward(group) and self._has_two_scratches and self._part is None:
+                event = self.order.adjacent_backward(StashEvent(EventKind.BACKWARD, *group.event.group))
+                following = None if event is None else self._groups.get(event.group)
             if group.phase is Phase.KEPT:
-                self._keeper.check_readable(group)
-                group.phase = Phase.READY
+                self._keeper.read_in_scratch(group)
+                if following is not None:
+                    self._keeper.prefetch(following)
             else:
-                self._keeper.fetch(group, again)
+                self._keeper.fetch(group, again, following=following)
 
     def _give_back(self, group: GroupMemory) -> None:
         with self._keeper.exclusive():

@@ -107,6 +107,17 @@ class StashOrder:
         following = self._events[position + 1]
         return following.kind is EventKind.BACKWARD and following.group == event.group
 
+    def adjacent_backward(self, event: StashEvent) -> StashEvent | None:
+        """Returns the next event after this one if it is a backward whose group ran forward; None if unknown."""
+        position = self._position(event)
+        following = () if position is None else self._events[position + 1 : position + 2]
+        is_backward = following and following[0].kind is EventKind.BACKWARD and following[0].group in self._waiting
+        return following[0] if is_backward else None
+
+    def backward_index(self, event: StashEvent) -> int:
+        """Returns the index of a group's backward among the backwards of `events`; 0 if unknown."""
+        return self._backward_index.get(event.group, 0)
+
     def upcoming_backwards(self, event: StashEvent, count: int) -> list[StashEvent]:
         """Returns the next backward events after this event, in order, at most `count` of them.
 
@@ -142,6 +153,8 @@ class StashOrder:
         self._positions = {event: position for position, event in reversed(list(enumerate(events)))}
         forwards = (event.group for event in events if event.kind is EventKind.FORWARD)
         self._forward_index = {group: index for index, group in enumerate(forwards)}
+        backwards = dict.fromkeys(event.group for event in events if event.kind is EventKind.BACKWARD)
+        self._backward_index = {group: index for index, group in enumerate(backwards)}
 
     def _position(self, event: StashEvent) -> int | None:
         if self._departed:

@@ -166,8 +166,11 @@ def test_plan_finds_adjacent_pages_and_points_at_the_scratch_where_pages_are_mis
                 free = sorted({*free} - {*ids})
 
 
-def make_stash(device_pages: int = 99, host_pages: int = 0, *, page_bytes: int = 192, **options: Any) -> PagedStash:
-    pool = PagePool("cpu", PoolLayout(page_bytes, device_pages, host_pages), scratch_pages=60)
+def make_stash(
+    device_pages: int = 99, host_pages: int = 0, *, page_bytes: int = 192, scratch_sets: int = 1, **options: Any
+) -> PagedStash:
+    layout = PoolLayout(page_bytes, device_pages, host_pages)
+    pool = PagePool("cpu", layout, scratch_pages=60, scratch_sets=scratch_sets)
     return PagedStash(pool, computes_in_pages=True, prefetch_groups=0, **options)
 
 
@@ -359,11 +362,11 @@ def test_late_weight_gradients_of_rows_from_the_host_are_computed_before_the_nex
     run(Case(), stash, "other")
 
 
-def known_order(order: str, *, pages: tuple[int, int] = (99, 0)) -> PagedStash:
+def known_order(order: str, *, pages: tuple[int, int] = (99, 0), **options: Any) -> PagedStash:
     """Returns a stash that expects forwards and backwards of "layer 0", "layer 1", ... in this order."""
     kinds = {"F": EventKind.FORWARD, "B": EventKind.BACKWARD}
     events = [StashEvent(kinds[one[0]], f"layer {one[1:]}", 0) for one in order.split()]
-    return make_stash(*pages, events=events)
+    return make_stash(*pages, events=events, **options)
 
 
 @pytest.mark.parametrize("has_more", [False, True], ids=["", "biases and adapters"])

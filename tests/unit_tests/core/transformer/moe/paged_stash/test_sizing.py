@@ -25,6 +25,7 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     prefetch_groups,
     rounded_up,
     scratch_pages,
+    scratch_sets,
     stash_footprint,
     step_needs,
 )
@@ -250,6 +251,26 @@ def test_experts_in_pages_prefetch_nothing_and_have_a_scratch_of_whole_buffers()
     assert layout is not None
     assert pool_bytes(config, needs, layout) == ((layout.device_pages + pages) * PAGE, 0)
     assert stash_footprint(config, needs, layout=layout).working_set_bytes == FULL * (128 + 384)
+
+
+@pytest.mark.parametrize("fields, sets", [
+    ({}, 2),
+    ({"cpu": -0.5, "moe_paged_stash_prefetch_layers": 3}, 2),
+    ({"cpu": 0.0}, 1),
+    ({"moe_paged_stash_prefetch_layers": 0}, 1),
+    ({"cuda_graph_impl": "local"}, 1),
+    ({COMPUTE: "copies"}, 1),
+])  # fmt: skip
+def test_rows_that_are_prefetched_from_the_host_have_a_second_set_of_scratch(fields: dict[str, Any], sets: int) -> None:
+    (events,) = events_of(1, 2, 1)  # a single group is saved for backward
+    config = settings(**{COMPUTE: "pages", "cpu": 0.5, **fields})
+    needs = needs_of(config, events)
+    layout = pool_layout(config, needs, learned=LearnedSizes())
+    assert layout is not None and scratch_sets(config) == sets
+    pages = scratch_pages(config, needs)
+    assert pool_bytes(config, needs, layout)[0] == (layout.device_pages + sets * pages) * PAGE
+    copied = fields.get(COMPUTE) == "copies"
+    assert stash_footprint(config, needs, layout=layout).working_set_bytes == sets * FULL * (516 if copied else 512)
 
 
 def test_factor_at_a_quantile_is_an_order_statistic_of_recorded_steps() -> None:
