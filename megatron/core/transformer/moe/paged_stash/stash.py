@@ -28,7 +28,7 @@ from collections import Counter as Multiset
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -87,6 +87,7 @@ from megatron.core.transformer.moe.paged_stash.stash_order import (
 
 # After this many forwards without a reset, the names, sizes and order of later forwards are not recorded.
 _MAX_FORWARDS = MAX_EVENTS // 2
+_KNOWN_SIZES = 4096  # entries of a cache; training needs one for each size of buffers
 _NEVER_FREE = 2**62  # a page count larger than any pool
 # Final phases, reached once backward has begun.
 _SETTLED = (Phase.KEPT, Phase.READY)
@@ -697,7 +698,7 @@ class StashedRows:
         self._kept: list[Tensor] = []
         self._restored: list[tuple[StorageView, RestoredBlock]] = []
         self._is_placed = False
-        self._specs: list[TensorSpec] = []
+        self._specs: Sequence[TensorSpec] = ()
         self._recompute: Callable[..., None] | None = None
         self._num_readers = 0
         self._is_saved = False
@@ -715,14 +716,7 @@ class StashedRows:
         # The scratch may be overwritten between two graphs, if the step departs from its order.
         if not self._stash.computes_in_pages or (group.phase is Phase.KEPT and self._stash.is_capturing_part):
             return None
-        if any(not is_whole(width) or width < 1 for width in widths):
-            raise ValueError(
-                f"widths ({widths}) must be integers of at least 1: the elements of a row of x and gate_up"
-            )
-        priorities = Priority.INPUT, Priority.GATE_UP if self.may_recompute else Priority.INPUT
-        self._specs = [
-            row_spec(width * dtype.itemsize, self._max_rows, priority) for width, priority in zip(widths, priorities)
-        ]
+        self._specs = _placed_specs(*widths, dtype.itemsize, self._max_rows, may_recompute=self.may_recompute)
         x, gate_up = self._stash._place(group, self._specs, dtype, num_rows=self._num_rows, max_rows=self._max_rows)
         group.placed, self._is_placed = [x, gate_up], True
         return x, gate_up
@@ -827,8 +821,7 @@ class StashedRows:
                 self._stash._give_back(self._group)
 
     def _check_readable(self) -> None:
-        with self._stash._keeper.exclusive():
-            self._stash._keeper.check_readable(self._group)
+        self._stash._keeper.check_readable(self._group)
 
     def __enter__(self) -> "StashedRows":
         return self
@@ -856,6 +849,21 @@ class RowsReader:
         rows, self._rows = self._rows, None
         if rows is not None:
             rows._end_reader()
+
+
+# Typed, so that an invalid width is not taken for an equal valid one.
+@lru_cache(_KNOWN_SIZES, typed=True)
+def _placed_specs(
+    x: int, gate_up: int, itemsize: int, max_rows: int, *, may_recompute: bool
+) -> tuple[TensorSpec, TensorSpec]:
+    """Returns the specs of x and gate_up, whose rows have these numbers of elements."""
+    for width in (x, gate_up):
+        if not is_whole(width) or width < 1:
+            raise ValueError(
+                f"widths ({x}, {gate_up}) must be integers of at least 1: the elements of a row of x and gate_up"
+            )
+    droppable = Priority.GATE_UP if may_recompute else Priority.INPUT
+    return row_spec(x * itemsize, max_rows), row_spec(gate_up * itemsize, max_rows, droppable)
 
 
 def _recompute_placed(group: GroupMemory, recompute: Callable[..., None], needed: Tensor) -> None:
