@@ -404,7 +404,7 @@ class LayoutCosts:
             self._activations[key] = {}
             for stage in self._distinct(layout):
                 pages = stash_bytes(costs, shape, stage=stage)
-                kept = peak_activations(costs, shape, stage=stage, stashes=pages.total > 0)
+                kept = peak_activations(costs, shape, stage=stage, pages=pages)
                 self._activations[key][stage] = pages.device + kept.by_kind.total()
         return self._activations[key]
 

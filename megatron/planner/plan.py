@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.schedule import Action, Pipeline, stage_ord
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.paged_stash.sizing import check_effect, page_size_on_gpu
+from megatron.core.transformer.moe.paged_stash.sizing import PoolBytes, check_effect, page_size_on_gpu
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
@@ -101,19 +101,6 @@ class ModelStates:
 
 
 @dataclass(frozen=True)
-class PageBytes:
-    """Bytes of the paged stash's pages and scratch on the device, and of its pages in host memory."""
-
-    device: int = 0
-    host: int = 0
-
-    @property
-    def total(self) -> int:
-        """Bytes of all pages."""
-        return self.device + self.host
-
-
-@dataclass(frozen=True)
 class TemporaryBytes:
     """Peaks of the memory that is allocated and freed within a step, all 0 if nothing is trained.
 
@@ -132,7 +119,7 @@ class RankMemory:
     """Memory of one rank. activations: bytes saved for backward at the peak of the schedule."""
 
     states: ModelStates
-    pages: PageBytes
+    pages: PoolBytes
     activations: SavedSizes
     temporary: TemporaryBytes = field(default_factory=TemporaryBytes)
 
@@ -221,14 +208,15 @@ class StageTrace:
     experts_of_layer: int
     step: StepTrace
 
-    def activations(self, actions: Sequence[Action], *, stashes: bool) -> SavedSizes:
-        """Returns the bytes saved at the schedule's peak. stashes: whether the paged stash is used."""
+    def activations(self, actions: Sequence[Action], *, pages: PoolBytes) -> SavedSizes:
+        """Returns the bytes saved at the schedule's peak, outside of the stash's pages and scratch."""
         on_host = peak_bytes(actions, [Counter(host=one.on_host) for one in self.saved]).total()
-        if not stashes:
+        if not pages.total:
             return SavedSizes(peak_bytes(actions, [one.by_kind for one in self.saved]), on_host)
-        # One layer's rows are still in its buffers, not yet copied to pages.
+        # One layer's rows are still in its buffers, not yet copied to pages, unless they are in the scratch.
+        in_buffers = max(0, self.experts_of_layer - pages.one_group)
         peak = peak_bytes(actions, [Counter({**one.by_kind, EXPERTS: 0}) for one in self.saved])
-        return SavedSizes(Counter({**peak, EXPERTS: self.experts_of_layer}), on_host)
+        return SavedSizes(Counter({**peak, EXPERTS: in_buffers}), on_host)
 
     def temporary(self, actions: Sequence[Action]) -> TemporaryBytes:
         """Returns the temporary memory of a step. actions: the schedule of the traced step."""
@@ -394,7 +382,7 @@ class _RankBuild:
         return RankMemory(
             self._states(),
             pages,
-            trace.activations(self._passes(self._num_microbatches), stashes=pages.total > 0),
+            trace.activations(self._passes(self._num_microbatches), pages=pages),
             # The traced step has at most two microbatches.
             trace.temporary(self._passes(min(2, self._num_microbatches))),
         )
@@ -406,10 +394,10 @@ class _RankBuild:
             bytes_of(parameter_tensors(self._model)), bytes_of(gradient_tensors(self._model)), **of_optimizer
         )
 
-    def _pages(self) -> PageBytes:
+    def _pages(self) -> PoolBytes:
         """Returns the bytes of the stash's pages, both 0 without a stash."""
         memory = self._expert_memory
-        return PageBytes() if memory is None else PageBytes(*memory.pool_bytes_for(self._num_microbatches))
+        return PoolBytes() if memory is None else memory.pool_bytes_for(self._num_microbatches)
 
     def _passes(self, num_microbatches: int) -> Sequence[Action]:
         """Returns the passes of the stage in a step of num_microbatches."""

@@ -21,11 +21,17 @@ from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_memory import state_bytes
 from megatron.core.pipeline_parallel.expansion import expand, kept_events
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, stage_orders
-from megatron.core.transformer.moe.paged_stash.sizing import LearnedSizes, pool_bytes, pool_layout, step_needs
+from megatron.core.transformer.moe.paged_stash.sizing import (
+    LearnedSizes,
+    PoolBytes,
+    pool_bytes,
+    pool_layout,
+    step_needs,
+)
 from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.planner.activations import SavedSizes
 from megatron.planner.layer_costs import LayerKind, ModelCosts, ParamSize, PartCost, layer_kinds, total_work
-from megatron.planner.plan import ModelStates, PageBytes, RankMemory
+from megatron.planner.plan import ModelStates, RankMemory
 from megatron.planner.step_time import short_step
 from megatron.planner.work import (
     BACKWARD,
@@ -139,7 +145,7 @@ def quick_stages(run_config: RunConfig, costs: ModelCosts) -> list[RankMemory]:
             RankMemory(
                 model_states(costs, shape, stage=stage, ddp_config=ddp, optimizer_config=optimizer),
                 pages,
-                peak_activations(costs, shape, stage=stage, stashes=pages.total > 0),
+                peak_activations(costs, shape, stage=stage, pages=pages),
             )
         )
     return stages
@@ -233,17 +239,17 @@ def _stepped_elements(layout: BufferLayout, *, is_sharded: bool, host_fraction: 
     return stepped, on_host
 
 
-def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> PageBytes:
+def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> PoolBytes:
     """Returns the bytes of a stage's stash pages, as allocated at the start of a run."""
     if costs.rows is None or not costs.config.moe_paged_stash:
-        return PageBytes()
+        return PoolBytes()
     layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
     order = _orders(shape.pipeline, shape.num_microbatches, group_size=shape.group_size)[stage]
     events = stash_events(kept_events(expand(order, layers)))
     max_rows = costs.rows.max_rows if events else 0
     needs = step_needs(costs.config, events, max_rows=max_rows, balanced_rows=costs.rows.balanced)
     layout = pool_layout(costs.config, needs, learned=LearnedSizes())
-    return PageBytes(*pool_bytes(costs.config, needs, layout))
+    return pool_bytes(costs.config, needs, layout)
 
 
 def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:
@@ -274,14 +280,15 @@ def saved_by_chunk(costs: ModelCosts, shape: Shape, *, stage: int) -> list[Count
     return found
 
 
-def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bool) -> SavedSizes:
-    """Returns the device bytes of activations at the peak of a stage's schedule. stashes: whether a stash is used."""
+def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, pages: PoolBytes) -> SavedSizes:
+    """Returns the device bytes of activations at the peak of a stage's schedule, outside of the stash's pages."""
     saved = saved_by_chunk(costs, shape, stage=stage)
     in_buffers = 0
-    if stashes:
+    if pages.total:
         layers = [expert_layers(costs, shape, part=number) for number in range(stage, len(shape.layers), shape.stages)]
-        # One layer's rows are still in its buffers, not yet copied to pages.
-        in_buffers = max(kinds[EXPERTS] // max(1, count) for kinds, count in zip(saved, layers, strict=True))
+        # One layer's rows are still in its buffers, not yet copied to pages, unless they are in the scratch.
+        of_layer = max(kinds[EXPERTS] // max(1, count) for kinds, count in zip(saved, layers, strict=True))
+        in_buffers = max(0, of_layer - pages.one_group)
         saved = [Counter({**kinds, EXPERTS: 0}) for kinds in saved]
     moments = fullest_moments(
         shape.pipeline, stage, num_microbatches=shape.num_microbatches, group_size=shape.group_size
@@ -291,7 +298,7 @@ def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, stashes: bo
     peak: Counter[str] = Counter()
     for count, kinds in zip(fullest, saved, strict=True):
         peak.update({kind: size * count for kind, size in kinds.items()})
-    return SavedSizes(Counter({**peak, EXPERTS: in_buffers}) if stashes else peak)
+    return SavedSizes(Counter({**peak, EXPERTS: in_buffers}) if pages.total else peak)
 
 
 @lru_cache(maxsize=1 << 14)

@@ -45,6 +45,7 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     HEADROOM,
     RESERVE_STEPS,
     LearnedSizes,
+    PoolBytes,
     StepNeeds,
     capacity_factor,
     check_effect,
@@ -294,8 +295,8 @@ class ExpertMemory:
             return [*lines, own]
         return lines + [f"stage {stage}: {line}" for stage, (_, line) in enumerate(stages)]
 
-    def pool_bytes_for(self, num_microbatches: int) -> tuple[int, int]:
-        """Returns the bytes on device and host of the pool that `prepare` would allocate without learned sizes."""
+    def pool_bytes_for(self, num_microbatches: int) -> PoolBytes:
+        """Returns the bytes of the pool that `prepare` would allocate without learned sizes."""
         self.needs = self._needs(num_microbatches)
         return pool_bytes(self._config, self.needs, self._layout(None))
 

@@ -11,13 +11,13 @@ import pytest
 
 import pretrain_gpt
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
+from megatron.core.transformer.moe.paged_stash.sizing import PoolBytes
 from megatron.planner.activations import SavedSizes
 from megatron.planner.fit import fit_of
 from megatron.planner.page import page
 from megatron.planner.plan import (
     BufferLayout,
     ModelStates,
-    PageBytes,
     Plan,
     RankMemory,
     RankPlan,
@@ -57,7 +57,7 @@ def _stage(number: int, stages: int) -> RankPlan:
         sizes={},
         memory=RankMemory(
             ModelStates(parameters=3 * GIB, gradients=6 * GIB, masters=GIB, moments=2 * GIB),
-            PageBytes(host=GIB),
+            PoolBytes(host=GIB),
             SavedSizes(
                 Counter({"attention": (stages - number) * GIB, "experts <b>": 2 * GIB, "norms and residuals": GIB // 2})
             ),
@@ -221,7 +221,7 @@ def test_lines_split_a_step_by_cause() -> None:
     assert re.search("compute .* exposed communication .* bubble .* optimizer", split), split
     assert "which waits the least: forward" in passes and all(line.startswith("assumed: ") for line in assumed)
     assert assumed[-1] == f"assumed: {STASH_ASSUMPTION}"
-    no_pages = [replace(stage, memory=replace(stage.memory, pages=PageBytes())) for stage in plan.stages]
+    no_pages = [replace(stage, memory=replace(stage.memory, pages=PoolBytes())) for stage in plan.stages]
     without = replace(plan, stages=no_pages)
     assert time_lines(step, without) == [first, split, passes, *assumed[:-1]]
     untrained = replace(plan, stages=[replace(stage, load=replace(stage.load, chunks=())) for stage in plan.stages])

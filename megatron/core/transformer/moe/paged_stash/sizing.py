@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -212,12 +212,32 @@ def scratch_pages(config: StashSettings, needs: StepNeeds) -> int:
     return sum(unit.pages_for(spec.max_bytes) for spec in needs.specs) if config.stash_computes_in_pages else 0
 
 
-def pool_bytes(config: StashSettings, needs: StepNeeds, layout: PoolLayout | None) -> tuple[int, int]:
-    """Returns the bytes of a pool's pages and scratch on the device, and of its pages on the host."""
+class PoolBytes(NamedTuple):
+    """Bytes of a pool.
+
+    device: its pages and scratch on the device. host: its pages on the host. one_group: the part of the scratch that
+    replaces the whole buffers of the group whose backward follows; 0 if that group has buffers beside the pool.
+    """
+
+    device: int = 0
+    host: int = 0
+    one_group: int = 0
+
+    @property
+    def total(self) -> int:
+        """Bytes on the device and on the host."""
+        return self.device + self.host
+
+
+def pool_bytes(config: StashSettings, needs: StepNeeds, layout: PoolLayout | None) -> PoolBytes:
+    """Returns the bytes of a pool with this layout; None means no pool."""
     if layout is None:
-        return 0, 0
+        return PoolBytes()
     on_device = layout.device_pages + scratch_pages(config, needs) * scratch_sets(config)
-    return on_device * layout.page_bytes, layout.host_pages * layout.page_bytes
+    # A group in a graph of its own does not use the scratch, which may be overwritten between two graphs.
+    is_in_scratch = config.stash_computes_in_pages and not config.captures_experts
+    one_group = sum(spec.max_bytes for spec in needs.specs) if is_in_scratch else 0
+    return PoolBytes(on_device * layout.page_bytes, layout.host_pages * layout.page_bytes, one_group)
 
 
 def multiple(factor: float, count: int) -> int:
