@@ -91,7 +91,7 @@ def made_stash(device: torch.device, pool: str, *, rows: int) -> PagedStash:
     """Builds a stash in whose pages experts compute, all of which contain NaN."""
     page_bytes, most = pages_of(rows)
     on_device, on_host = (round(share * most) for share in POOLS[pool][:2])
-    memory = PagePool(device, PoolLayout(page_bytes, on_device, on_host), scratch_pages=most)
+    memory = PagePool(device, PoolLayout(page_bytes, on_device, on_host), scratch_pages=most, scratch_sets=2)
     memory.arena.fill_(0xFF)
     return PagedStash(memory, computes_in_pages=True, prefetch_groups=0, reserved_share=0.0)
 

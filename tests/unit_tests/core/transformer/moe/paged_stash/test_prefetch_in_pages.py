@@ -4,6 +4,7 @@ have the bits of experts with whole buffers, also if a step departs from its ord
 
 import copy
 import gc
+import itertools
 import random
 import threading
 from collections.abc import Callable, Sequence
@@ -14,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.core.device.streams import SideStream
 from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
-from megatron.core.transformer.moe.paged_stash import PagedStash
+from megatron.core.transformer.moe.paged_stash import PagedStash, group_memory
 from tests.unit_tests.core.transformer.moe.paged_stash.test_rows_in_pages import (
     POOLS,
     equal_with,
@@ -166,8 +168,9 @@ def test_random_departures(seed: int) -> None:
         return words
 
     chance = random.Random(seed)
-    steps = Steps(" ".join(expected := drawn()), pages=chance.choice([ON_HOST, (7, 99), (12, 16)]), reserved_share=0.0)
+    steps = Steps(" ".join(expected := drawn()), pages=chance.choice([ON_HOST, (7, 99), (12, 24)]), reserved_share=0.0)
     steps.do(" ".join(expected))
+    assert not steps.stash.is_void_sync()
     steps.stash.reset()
     place = chance.randrange(len(expected))
     actual = expected[:place] + [word for word in drawn() if word not in expected[:place]]
@@ -180,6 +183,37 @@ def test_random_departures(seed: int) -> None:
             steps.do(word)
             done.add(word)
     steps.end()
+
+
+@pytest.mark.parametrize("following", ["B2", "B0", "a dropped graph", "a replay"])
+def test_the_main_stream_waits_for_a_prefetch_before_its_rows_are_read_or_overwritten(
+    following: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Events of streams that a CPU does not have.
+    events = map(str, itertools.count())
+    monkeypatch.setattr(SideStream, "record", lambda stream: f"event {next(events)}")
+    steps = Steps(FOUR)
+    monkeypatch.setattr(group_memory, "main_waits_for", lambda event, device: steps.log.append(str(event)))
+    steps.do("F0 F1 F2 F3 B3")
+    node: Any = steps.outputs[2].grad_fn
+    copied, pool = node.saved._stashed._group.pages.arrived, steps.stash.pool
+    released = pool.release
+    pool.release = lambda group: [steps.log.append("release"), released(group)]  # type: ignore
+    assert copied is not None and copied not in steps.log
+    steps.log.clear()
+    if following == "a dropped graph":
+        del node, steps.outputs[2]
+        gc.collect()
+        assert steps.log.index(copied) < steps.log.index("release")
+    elif following == "a replay":
+        steps.stash.join()
+        assert copied in steps.log and pool.is_scratch_free(1)
+    else:
+        del node
+        steps.do(following)
+        later = {"B2": "release", "B0": "copy 0"}[following]
+        assert steps.log.index(copied) < steps.log.index(later)
+    del steps.outputs, pool.release
 
 
 def test_a_graph_that_is_dropped_releases_its_prefetched_rows() -> None:
