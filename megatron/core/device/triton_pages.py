@@ -5,12 +5,14 @@ paged_rows.py describes such rows. Contains functions that kernels call, and no 
 [Note: lookups] PAGE is the number of rows of a page, and 0 for an operand without pages. Pages contain whole rows, so
 row r of the operand is row table[r // PAGE] * PAGE + r % PAGE of the arena. Kernels replace the numbers of rows by
 those in the arena, and compute addresses from them as without pages. Table entries beyond the pages of live rows are
-undefined, and are not loaded. A tile of rows is found in one of two modes:
+undefined, and are not loaded. A tile of rows is found in one of three modes:
+  WHOLE    if the tile begins at a multiple of its length, which divides that of a page: one entry for each tile
   PAIR     if a page has at least as many rows as the tile, which may begin anywhere in a page and then ends in the same
            or in the following one: two entries for each tile
   ROWWISE  if pages are smaller: one entry for each row
-The mode follows from constants of the compiled kernel, PAGE and the length of the tile, so that no launch has a mode
-that its pages do not allow. Kernels whose tiles have a few wide rows always use ROWWISE, which is shorter for these.
+The mode follows from constants of the compiled kernel, PAGE, the length of the tile and whether it is aligned, so that
+no launch has a mode that its pages do not allow. Kernels whose tiles have a few wide rows always use ROWWISE, which is
+shorter for these.
 
 [Note: lookups ahead] The loop of a weight gradient needs table entries to find a tile. If one iteration loaded both,
 Triton's pipeline would load the entries in one stage and the tile in the next, and keep fewer tiles in flight. Each
@@ -44,14 +46,17 @@ def find_rows(table, rows, is_live, PAGE: tl.constexpr):
 
 
 @triton.jit
-def find_tile(table, first, rows, end, PAGE: tl.constexpr):
+def find_tile(table, first, rows, end, PAGE: tl.constexpr, IS_WHOLE: tl.constexpr = False):
     """Returns the rows' numbers in the arena, or `rows` without pages. See [Note: lookups].
 
     first: first row of the tile. rows: at least `first`, and less than `first` plus their number. Rows from `end` on
-    are not found.
+    are not found. IS_WHOLE: whether the mode is WHOLE, which requires a page.
     """
     found = rows
-    if PAGE >= rows.shape[0]:
+    if IS_WHOLE:
+        page = first // PAGE
+        found = rows + (tl.load(table + page, mask=first < end, other=0).to(tl.int32) - page) * PAGE
+    elif PAGE >= rows.shape[0]:
         page = first // PAGE
         following = (page + 1) * PAGE
         shift = (tl.load(table + page, mask=first < end, other=0).to(tl.int32) - page) * PAGE

@@ -151,7 +151,7 @@ def _grouped_gemm(
 @_operator(
     "grouped_gemm_weight_grad",
     "Tensor x, Tensor grad, *, Tensor offsets, Tensor(a!) out, float scale=1.0, bool is_added=False, "
-    f"{paging_schema('x')}",
+    f"int row_alignment=1, {paging_schema('x')}",
 )
 def _grouped_gemm_weight_grad(
     x: Tensor,
@@ -161,13 +161,14 @@ def _grouped_gemm_weight_grad(
     out: Tensor,
     scale: float = 1.0,
     is_added: bool = False,
+    row_alignment: int = 1,
     x_table: Tensor | None = None,
     x_sizes: Sequence[int] = (),
 ) -> None:
     """Computes scale * x^T grad of each expert, 0 for an expert without rows, and writes or adds it to `out`.
 
     x: [C, H] or pages; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. Values are rounded once, to out's
-    dtype. is_added: whether to add to `out`.
+    dtype. is_added: whether to add to `out`. row_alignment: a divisor of all offsets and of C, for the GPU's kernel.
     """
     ends = _ends_sync(offsets, num_rows_of(x, x_sizes))
     x = read_sync(x, x_table, x_sizes, num_rows=ends[-1])

@@ -13,7 +13,9 @@ passed as the flag `needed`. The tile depends only on dtype and widths, never on
 [Note: loads] Tensor cores wait for memory unless loads are asynchronous, 16 bytes at a time. Masks cost registers and
 time, so loads are unmasked if 16 divides both widths: a tile that reaches beyond the last row or column reads other
 elements of the same expert, whose sums are not stored. Other widths have small tiles, because the masks and addresses
-of single elements would not fit the registers of large ones.
+of single elements would not fit the registers of large ones. A weight gradient sums over rows, so its last rows need a
+mask, unless each expert has a multiple of TERMS rows, as in the static buffers of a run on a GPU ([Note: row alignment]
+in dispatch_static.py). The padding is zero, so the sums have the same bits with and without it.
 
 [Note: tiles] Sizes were chosen on an H200 (docs/gpu_results.md). A tile of [128, 256] uses 8 warps and in most shapes
 leaves enough registers for a program of a copy, see [Note: copies during GEMMs] in triton_kernels.py.
@@ -153,12 +155,14 @@ def weight_grad_kernel(
     TERMS: tl.constexpr,
     IS_EVEN: tl.constexpr,
     IS_ADDED: tl.constexpr,
+    IS_ALIGNED: tl.constexpr,
     X_PAGE: tl.constexpr,
 ):
     """Computes the gradients of all experts' weights. Each program sums one tile over the expert's rows, in order.
 
     scale: factor of the sum, or None. IS_ADDED: whether to add to the value in `out`, in fp32, with one rounding.
-    X_PAGE: see [Note: lookups ahead] in triton_pages.py.
+    IS_ALIGNED: whether the rows of each expert begin and end at multiples of TERMS, so that none are left for a masked
+    tail. X_PAGE: see [Note: lookups ahead] in triton_pages.py.
     """
     row_tiles, column_tiles = tl.cdiv(inner, ROWS), tl.cdiv(outer, COLUMNS)
     expert = tl.program_id(0) // (row_tiles * column_tiles)
@@ -173,30 +177,37 @@ def weight_grad_kernel(
     grad_at = grad + read_columns[None, :].to(tl.int64) * grad_column
     is_row, is_column = (rows < inner)[:, None], (columns < outer)[None, :]
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    whole = start + (end - start) // TERMS * TERMS
+    # See [Note: lookups] in triton_pages.py.
+    IS_WHOLE: tl.constexpr = IS_ALIGNED and X_PAGE > 0 and X_PAGE % TERMS == 0
+    whole = end if IS_ALIGNED else start + (end - start) // TERMS * TERMS
+    term = start + tl.arange(0, TERMS)
+    grad_at += term[:, None].to(tl.int64) * grad_row
     if X_PAGE > 0:
-        ahead = find_tile(x_table, start, start + tl.arange(0, TERMS), end, X_PAGE)
+        ahead = find_tile(x_table, start, term, end, X_PAGE, IS_WHOLE)
+    else:
+        x_at += term[None, :].to(tl.int64) * x_row
     for first in tl.range(start, whole, TERMS):
-        term = first + tl.arange(0, TERMS)
-        x_term = ahead if X_PAGE > 0 else term
+        x_term_at = x_at + ahead[None, :].to(tl.int64) * x_row if X_PAGE > 0 else x_at
         if IS_EVEN:
-            left = tl.load(x_at + x_term[None, :].to(tl.int64) * x_row)
-            right = tl.load(grad_at + term[:, None].to(tl.int64) * grad_row)
+            left = tl.load(x_term_at)
+            right = tl.load(grad_at)
         else:
-            left = tl.load(x_at + x_term[None, :].to(tl.int64) * x_row, mask=is_row, other=0)
-            right = tl.load(grad_at + term[:, None].to(tl.int64) * grad_row, mask=is_column, other=0)
+            left = tl.load(x_term_at, mask=is_row, other=0)
+            right = tl.load(grad_at, mask=is_column, other=0)
         sums = tl.dot(left, right, sums, input_precision="ieee")
+        grad_at += TERMS * grad_row
         if X_PAGE > 0:
             following = first + tl.full((), TERMS, tl.int32)
-            ahead = find_tile(x_table, following, following + tl.arange(0, TERMS), end, X_PAGE)
-    if whole < end:
-        term = whole + tl.arange(0, TERMS)
-        x_term = ahead if X_PAGE > 0 else term
-        left = tl.load(x_at + x_term[None, :].to(tl.int64) * x_row, mask=is_row & (term < end)[None, :], other=0)
-        right = tl.load(
-            grad_at + term[:, None].to(tl.int64) * grad_row, mask=is_column & (term < end)[:, None], other=0
-        )
-        sums = tl.dot(left, right, sums, input_precision="ieee")
+            ahead = find_tile(x_table, following, following + tl.arange(0, TERMS), end, X_PAGE, IS_WHOLE)
+        else:
+            x_at += TERMS * x_row
+    if not IS_ALIGNED:
+        if whole < end:
+            is_live = whole + tl.arange(0, TERMS) < end
+            x_term_at = x_at + ahead[None, :].to(tl.int64) * x_row if X_PAGE > 0 else x_at
+            left = tl.load(x_term_at, mask=is_row & is_live[None, :], other=0)
+            right = tl.load(grad_at, mask=is_column & is_live[:, None], other=0)
+            sums = tl.dot(left, right, sums, input_precision="ieee")
     out_at = out + expert.to(tl.int64) * out_expert
     out_at += rows[:, None].to(tl.int64) * out_row + columns[None, :].to(tl.int64) * out_column
     if scale is not None:
@@ -250,26 +261,36 @@ def grouped_gemm_weight_grad(
     out: Tensor,
     scale: float = 1.0,
     is_added: bool = False,
+    row_alignment: int = 1,
     x_table: Tensor | None = None,
     x_sizes: Sequence[int] = (),
 ) -> None:
     """Computes scale * x^T grad of each expert, 0 for an expert without rows, and writes or adds it to `out`.
 
     x: [C, H], may be in pages; grad: [C, O], x's dtype; out: [e, H, O], any float dtype. Values are rounded once, to
-    out's dtype. is_added: whether to add to `out`. Raises ValueError for a table and sizes that do not fit.
+    out's dtype. is_added: whether to add to `out`. row_alignment: a divisor of all offsets and of C. Raises ValueError
+    for a table and sizes that do not fit, and if C is not a multiple of row_alignment.
     """
+    if grad.shape[0] % row_alignment:
+        raise ValueError(f"grad has {grad.shape[0]} rows: must be a multiple of row_alignment ({row_alignment})")
     max_rows, x_strides, page = x.shape[0], x.stride(), 0
     if x_table is not None or x_sizes:
         layout = row_layout("x", x, (x_table, x_sizes), num_rows=grad.shape[0], width=out.shape[1])
         max_rows, x_strides, page = layout.num_rows, layout.strides, layout.page
     strides = (*x_strides, *grad.stride(), *out.stride())
-    launch, tiles = _weight_gradient(x.dtype, out.shape, strides, scale, is_added, page)
+    launch, tiles = _weight_gradient(x.dtype, out.shape, strides, scale, is_added, row_alignment, page)
     launch(tiles, (x, grad, offsets, out, x_table), (max_rows,))
 
 
 @functools.lru_cache(MAX_PREPARED)
 def _weight_gradient(
-    dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...], scale: float, is_added: bool, page: int
+    dtype: torch.dtype,
+    shape: torch.Size,
+    strides: tuple[int, ...],
+    scale: float,
+    is_added: bool,
+    row_alignment: int,
+    page: int,
 ) -> tuple[PreparedLaunch, int]:
     """Returns a launch of weight_grad_kernel, and its number of programs.
 
@@ -283,7 +304,8 @@ def _weight_gradient(
     names = ("x_row", "x_column", "grad_row", "grad_column", "out_expert", "out_row", "out_column")
     sizes = {"scale": None if scale == 1.0 else scale, "inner": inner, "outer": outer, **dict(zip(names, strides))}
     options = {key: tile.pop(key) for key in _OPTIONS}
-    fixed = {**sizes, **tile, "IS_EVEN": is_even, "IS_ADDED": is_added, "X_PAGE": page}
+    is_aligned = row_alignment % tile["TERMS"] == 0
+    fixed = {**sizes, **tile, "IS_EVEN": is_even, "IS_ADDED": is_added, "IS_ALIGNED": is_aligned, "X_PAGE": page}
     programs = experts * -(-inner // tile["ROWS"]) * -(-outer // tile["COLUMNS"])
     return PreparedLaunch(weight_grad_kernel, fixed, options=options), programs
 
@@ -473,7 +495,7 @@ def _product_cases(dtype: torch.dtype, name: str, page: int, words: str) -> Iter
 
 
 def _weight_grad_cases(dtype: torch.dtype, name: str, page: int, words: str) -> Iterator[CompileCase]:
-    """Yields cases with a written result, and with a scaled one that is added to fp32."""
+    """Yields cases of aligned experts with a written result, and with a scaled one that is added to fp32."""
     data, size = f"*{name}:16", "i32:16"
     for out, is_added in ((data, False), ("*fp32:16", True)):
         tile = weight_grad_tile(dtype, is_even=True, is_added=is_added)
@@ -491,6 +513,7 @@ def _weight_grad_cases(dtype: torch.dtype, name: str, page: int, words: str) -> 
             out_row=size,
             out_column=1,
             IS_ADDED=is_added,
+            IS_ALIGNED=True,
             **_x_case(data, page),
             **tile,
         )
