@@ -466,8 +466,7 @@ def _static_rows(model: nn.Module, run_config: RunConfig) -> StaticRows | None:
     assert isinstance(dispatchers[0], MoEStaticTokenDispatcher), "a plan counts rows in static buffers"
     budget = dispatchers[0].budget
     tokens = run_config.data.seq_length * run_config.training.micro_batch_size // transformer.sequence_parts
-    balanced = tokens * budget.topk * transformer.expert_tensor_parallel_size
-    return StaticRows(budget.rows_of_rank(tokens), balanced)
+    return StaticRows(budget.rows_of_rank(tokens), budget.balanced_live_rows(tokens))
 
 
 def _chunk_cost(
@@ -515,6 +514,7 @@ def measure_work(
     backward kernels may be attributed to the part before it. has_all_replicas: whether the short run has as many
     data-parallel ranks as the run. Raises ValueError as the run would for a layer that cannot be built.
     """
+    run_config = with_planned_device(run_config)
     kinds = distinct_kinds(run_config.transformer)
     pattern = [kind for kind in kinds for _ in range(of_each_kind)]
     probe = probe_config(run_config, pattern, has_all_replicas=has_all_replicas)
@@ -547,7 +547,7 @@ def _trace_stage(
 ) -> tuple[dict[str, PartWork], StepWork]:
     """Runs a step of one stage of the short model. Returns the work of each part, and the work once per step."""
     model, optimizer, _ = build_model_and_optimizer(model_provider, run_config)
-    recorder = _PartRecorder(model[0], live_rows=live_rows(model), spans=_param_spans(model[0]))
+    recorder = _PartRecorder(model[0], live_rows=live_rows(model, run_config), spans=_param_spans(model[0]))
     messages = _PartMessages(groups, recorder)
     with traced_steps(
         run_config, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=recorder.note

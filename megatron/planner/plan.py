@@ -27,6 +27,7 @@ from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.paged_stash.sizing import PoolBytes, check_effect, page_size_on_gpu
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
+from megatron.core.transformer.moe_config import GPU_ROW_ALIGNMENT
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config, unwrap_model
@@ -479,6 +480,10 @@ def _has_dynamic_rows(run_config: RunConfig) -> bool:
 def with_planned_device(run_config: RunConfig) -> RunConfig:
     """Returns the run's settings, with those that it would choose on the planned device instead of on this machine."""
     transformer, on_gpu = run_config.transformer, plans_for_gpu()
+    alignment = GPU_ROW_ALIGNMENT if on_gpu else 1
+    is_default = transformer.moe_expert_row_alignment is None and transformer.row_alignment != alignment
+    if transformer.moe_expert_rank_capacity_factor is not None and is_default:
+        run_config = run_config.changed(moe_expert_row_alignment=alignment)
     if not transformer.moe_paged_stash:
         return run_config
     if transformer.moe_paged_stash_compute is None:
@@ -493,7 +498,7 @@ def with_known_rows(run_config: RunConfig) -> RunConfig:
     """Returns the run's settings, changed so that the number of expert rows does not depend on device data.
 
     Replaces expert buffers whose size would be read from the device by static buffers with exactly the rows of balanced
-    routing. Disables FSDP, because passes save the same activations with unsharded parameters.
+    routing, without padding. Disables FSDP, because passes save the same activations with unsharded parameters.
     """
     transformer = run_config.transformer
     changed: dict[str, Any] = {"use_torch_fsdp2": False}
@@ -502,6 +507,7 @@ def with_known_rows(run_config: RunConfig) -> RunConfig:
         room = transformer.moe_expert_capacity_factor if transformer.moe_pad_expert_input_to_capacity else None
         changed |= {
             "moe_expert_rank_capacity_factor": max(1.0, room or 1.0),
+            "moe_expert_row_alignment": 1,
             "moe_grouped_gemm": True,
             "moe_expert_capacity_factor": None,
             "moe_pad_expert_input_to_capacity": False,

@@ -145,7 +145,7 @@ class RunningModules:
 class WorkRecorder(TorchDispatchMode):
     """Counts the kernels of each pass while `recording` is active, in a step of one microbatch.
 
-    live_rows: share of the expert buffers' rows that hold tokens. Grouped GEMMs skip the other rows.
+    live_rows: share of the expert buffers' rows that are live. Grouped GEMMs skip the other rows.
     """
 
     def __init__(self, model: Sequence[nn.Module], *, live_rows: float = 1.0) -> None:

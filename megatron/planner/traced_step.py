@@ -149,7 +149,7 @@ def trace_step(
     tensors [B, S], int64 or fp32.
     """
     recorder, live = MessageRecorder(groups), LiveBytes()
-    work = WorkRecorder(model, live_rows=live_rows(model))
+    work = WorkRecorder(model, live_rows=live_rows(model, run_config))
     with traced_steps(
         run_config, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
     ) as traced:
@@ -176,8 +176,8 @@ def trace_step(
     )
 
 
-def live_rows(model: Iterable[nn.Module]) -> float:
-    """Returns the share of the expert buffers' rows that contain tokens if routing is balanced; 1 if they are dropless.
+def live_rows(model: Iterable[nn.Module], run_config: RunConfig) -> float:
+    """Returns the share of the expert buffers' rows that are live if routing is balanced; 1 if they are dropless.
 
     Buffers are never larger than the most uneven routing requires, whatever their factor. A rank with all experts, for
     example, always receives the same number of rows.
@@ -185,7 +185,10 @@ def live_rows(model: Iterable[nn.Module]) -> float:
     layers = (part for chunk in model for part in chunk.modules() if isinstance(part, MoELayer))
     dispatchers = (layer.token_dispatcher for layer in layers)
     budget = next((one.budget for one in dispatchers if isinstance(one, MoEStaticTokenDispatcher)), None)
-    return 1.0 if budget is None else 1.0 / max(1.0, min(budget.factor, budget.largest_factor))
+    if budget is None:
+        return 1.0
+    tokens = run_config.data.seq_length * run_config.training.micro_batch_size // run_config.transformer.sequence_parts
+    return budget.balanced_live_rows(tokens) / budget.rows_of_rank(tokens)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """Fixed-size buffers between ranks: rows that a routing requires, against counts of all ranks' choices."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -84,12 +85,16 @@ def test_a_dispatch_says_with_which_factor_nothing_would_be_lost(layout: tuple[i
         counts = [chosen_experts(rank, routing).flatten().bincount(minlength=EXPERTS) for rank in range(ranks)]
         wanted = torch.stack(counts).view(ranks, layout[0], -1).repeat_interleave(shards, dim=1)
         of_rank = ((wanted.sum(0) + alignment - 1) // alignment * alignment).sum(1)
-        of_pair = wanted.sum(2).amax(1) if "AlltoAll" in kind else torch.zeros(ranks)
-        room = -(-balanced // alignment) * alignment
+        of_pair = wanted.sum(2).amax(1) if "AlltoAll" in kind else torch.full((ranks,), -math.inf)
+        # The buffer has room for the rows of the factor and for the padding of every expert.
+        padding = EXPERTS // layout[0] * (alignment - 1)
+        room = (balanced + padding) // alignment * alignment
         for rank, found in enumerate(result[kind, routing, alignment] for result in per_rank):
-            needed = max(of_rank[rank].item() / balanced, of_pair[rank].item() / (balanced / ranks))
+            needed = max((of_rank[rank].item() - padding) / balanced, of_pair[rank].item() / (balanced / ranks))
             missing = max(0, of_rank[rank].item() - room, of_pair[rank].item() - -(-balanced // ranks))
             assert found == [pytest.approx(needed), missing, 0], (kind, routing, alignment)
+            # No padding displaces a row: rows are missing only if they would be missing without padding.
+            assert wanted.sum((0, 2))[rank] > balanced or of_pair[rank] * ranks > balanced or missing == 0
 
 
 @pytest.mark.parametrize("alignment", [1, 16])

@@ -8,10 +8,15 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+import torch
+
 from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.paged_stash_config import PagedStashConfig
 from megatron.core.transformer.router_config import RouterConfig, validate_router
+
+# Rows of an expert's last tile in a weight gradient, the largest TERMS of weight_grad_tile in triton_grouped_gemm.py.
+GPU_ROW_ALIGNMENT = 64
 
 
 @dataclass(kw_only=True)
@@ -40,9 +45,23 @@ class CapacityConfig:
         "the routing. A step that receives more rows is discarded and retried with larger buffers. Unset: size "
         "buffers to the received rows.",
     )
+    moe_expert_row_alignment: int | None = config_field(
+        None,
+        flags=(),
+        help="In buffers of a rank's experts, pad the rows of each expert to a multiple of this number; unset: 64 on a "
+        "GPU, whose weight gradients then need no masks, 1 on a CPU. A plan sets the value of its device.",
+        at_least=1,
+    )
 
     def __post_init__(self) -> None:
         validate_fields(self)
+
+    @property
+    def row_alignment(self) -> int:
+        """Number of rows of which each expert has a multiple in static buffers."""
+        if self.moe_expert_row_alignment is not None:
+            return self.moe_expert_row_alignment
+        return GPU_ROW_ALIGNMENT if torch.cuda.is_available() else 1
 
 
 @dataclass(kw_only=True)

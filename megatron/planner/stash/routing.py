@@ -12,6 +12,7 @@ from itertools import groupby
 import numpy as np
 import torch
 
+from megatron.core.transformer.moe.dispatch_static import mean_padding, padded_sum
 from megatron.planner.stash.stages import ExpertRanks, PlannedRun
 from megatron.training.callbacks.routing_trace import RoutingHeader, RoutingStep
 
@@ -128,8 +129,8 @@ class _BlockMapper:
         pairs = {layer: rows_of_pairs(of_layer, self._ranks) for layer, of_layer in chosen.items()}
         most = max(int(of_layer.max()) for of_layer in pairs.values()) if self._ranks.limits_pairs else 0
         rows = {
-            layer: of_layer.sum(axis=2).reshape(num_microbatches, 1, -1).astype(np.int32)
-            for layer, of_layer in pairs.items()
+            layer: live_rows(of_layer, self._ranks).reshape(num_microbatches, 1, -1).astype(np.int32)
+            for layer, of_layer in chosen.items()
         }
         return RoutingSpan(num_microbatches, rows, np.array([most]))
 
@@ -221,6 +222,18 @@ def rows_of_pairs(tokens: np.ndarray, ranks: ExpertRanks) -> np.ndarray:
         len(tokens), -1, ranks.num_sharing, ranks.expert_ranks, tokens.shape[2] // ranks.expert_ranks
     )
     summed: np.ndarray = by_rank.sum(axis=-1)
+    return summed
+
+
+def live_rows(tokens: np.ndarray, ranks: ExpertRanks) -> np.ndarray:
+    """Returns the live rows of each expert rank, including padding: [M, groups, expert ranks], int64.
+
+    tokens: number of tokens for each expert, [M, R, E], int64.
+    """
+    alignment = ranks.budget.alignment
+    of_expert = tokens.reshape(len(tokens), -1, ranks.num_sharing, tokens.shape[2]).sum(axis=2)
+    padded = -(-of_expert // alignment) * alignment
+    summed: np.ndarray = padded.reshape(*padded.shape[:2], ranks.expert_ranks, -1).sum(axis=-1)
     return summed
 
 
@@ -328,6 +341,9 @@ def _drawn_rows(chances: np.ndarray, run: PlannedRun, *, num_groups: int, random
     # Cumulative sums are rounded, because this preserves the total.
     ends = np.rint(np.cumsum(means[:, None] + noise, axis=3))
     found = np.diff(ends, axis=3, prepend=0.0).clip(0, tokens * min(ranks.topk, num_local))
+    # The padding is estimated from the mean rows of each expert, because only the sum over experts is drawn.
+    padding = mean_padding(tokens * chances, ranks.budget.alignment).sum(axis=2)
+    found = padded_sum(found, padding[:, None], ranks.budget.alignment)
     rows: np.ndarray = found.reshape(run.num_microbatches, num_steps, -1).astype(np.int32)
     return rows
 

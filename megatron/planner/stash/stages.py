@@ -92,7 +92,7 @@ class ExpertRanks:
     @property
     def balanced_rows(self) -> int:
         """Live rows of one forward on a rank under balanced routing."""
-        return self.tokens * self.topk * self.num_shards
+        return self.budget.balanced_live_rows(self.tokens)
 
     def max_rows(self, capacity_factor: float) -> int:
         """Returns C, the number of rows of a rank's buffer, for a capacity factor."""

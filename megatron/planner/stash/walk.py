@@ -341,8 +341,8 @@ class _Attempt:
 def factors_needed(span: RoutingSpan, run: PlannedRun) -> np.ndarray:
     """Returns each step's smallest capacity factor without an expert overflow, [S], fp64."""
     ranks = run.ranks
-    pairs = span.most_of_pair * ranks.num_sharing
-    needed: np.ndarray = np.maximum(span.most_rows, pairs) / max(1, ranks.balanced_rows)
+    pairs = span.most_of_pair * ranks.num_sharing / max(1, ranks.budget.balanced_rows(ranks.tokens))
+    needed: np.ndarray = np.maximum(ranks.budget.factor_for(span.most_rows, ranks.tokens), pairs)
     return needed
 
 

@@ -101,8 +101,9 @@ class RunConfig:
         """Returns a copy with other values of some arguments. It shares the areas that do not depend on them.
 
         The values of other arguments stay, including those that validation has derived, such as data_parallel_size.
+        Fields of areas may be changed even if they have no argument.
         """
-        unknown = values.keys() - self.values.keys()
+        unknown = values.keys() - self.values.keys() - {name for _, names in _areas().values() for name in names}
         if unknown:
             raise ValueError(f"the run has no argument {', '.join(sorted(unknown))}")
         other = RunConfig({**self.values, **values}, build=self._build)

@@ -84,9 +84,9 @@ class StepFigures:
     """Measurements of a complete training step on this rank, in host memory. meters/stash.py gathers them over ranks.
 
     rows: live rows of each expert forward, in order. passes: layer numbers of these forwards, from 1. balanced_rows:
-    live rows of a forward under balanced routing. capacity_factor: factor of this step's buffers. factor_needed:
-    smallest sufficient factor. buffer_rows: C; 0 on a stage without experts. num_discards: number of discarded attempts
-    at the step.
+    live rows of a forward under balanced routing; 0 on a stage without experts. Live rows include padding.
+    capacity_factor: factor of this step's buffers. factor_needed: smallest sufficient factor. buffer_rows: C; 0 on a
+    stage without experts. num_discards: number of discarded attempts at the step.
 
     With a stash: layout: sizes of the pool. counters: values at the end of the step. tail_bytes: unused bytes in pages
     that the step allocated. pages_wanted: peak number of pages if every tensor is stashed. balanced_pages: this peak
@@ -246,7 +246,8 @@ class ExpertMemory:
             layer.expert_step = self.step
             assert isinstance(layer.token_dispatcher, MoEStaticTokenDispatcher), "chosen by the capacity factor"
             self._dispatchers.append(layer.token_dispatcher)
-        self._balanced_rows = tokens_per_rank * config.moe_router_topk * config.expert_tensor_parallel_size
+        # Live rows of a balanced forward; 0 on a stage without experts, which has no buffers.
+        self._balanced_rows = self._dispatchers[0].budget.balanced_live_rows(tokens_per_rank) if layers else 0
         row_bytes = sum(spec.row_bytes for spec in expert_specs(config, rows=0))
         self._learned = LearnedSizes(expert_ranks=expert_ranks, row_bytes=row_bytes)
         # Largest number of rows of a forward, relative to balanced routing: in each recent step, in the discarded

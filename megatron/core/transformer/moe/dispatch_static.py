@@ -8,9 +8,10 @@ buffer of this rank's experts, P rows that one rank sends to another.
 
 [Note: rows of a fixed size]
 C is the balanced number of rows, tokens x top-k, times moe_expert_rank_capacity_factor, and at most the number that all
-tokens could require. If more rows arrive, some are dropped (expert overflow). Every dispatch records its demand on the
-device, and training/ discards a step that dropped rows and retries it with a larger factor. The dispatcher that sends
-rows has a second limit, P rows for each pair of ranks. Its demand is the larger of the two demands.
+tokens could require, plus the largest possible padding. If more rows arrive, some are dropped (expert overflow). Every
+dispatch records its demand on the device, and training/ discards a step that dropped rows and retries it with a larger
+factor. The dispatcher that sends rows has a second limit, P rows for each pair of ranks. Its demand is the larger of
+the two demands.
 
 [Note: packed and padded rows]
 On a GPU a pair of ranks always exchanges P rows, because the host does not know how many of them contain a token; the
@@ -18,17 +19,22 @@ others are padding. On the CPU the host can read that number without waiting, so
 of the experts are the same either way.
 
 [Note: row alignment]
-Some grouped GEMM kernels, such as fp8 ones, require that each expert's rows start at a multiple of some number of rows.
-With row_alignment above 1, each expert's rows are padded with zero rows to such a multiple, and the padding counts as
-live. The kernels of this framework do not require it, so build_token_dispatcher leaves the alignment at 1. Callers that
-build a dispatcher themselves may set it.
+With row_alignment above 1, each expert's rows are padded to a multiple of it with rows whose token and weight are zero.
+The gradient of the weights then sums whole tiles of one expert's rows, without a mask. On a GPU the alignment is
+GPU_ROW_ALIGNMENT, for all static buffers, so that sums have the same order with and without a stash. On a CPU it is 1.
+Padding is live: kernels compute it, and a stash has pages for it. Its output is not read, and its gradients are zeros,
+which change no sum. An expert has at most alignment - 1 rows of padding, which C provides in addition to the rows of
+the capacity factor. So padding never displaces a token's row, and the factor that a routing requires is independent of
+padding: it is the smallest factor whose buffers hold the routing's rows and padding.
 """
 
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -67,14 +73,17 @@ from megatron.core.transformer.moe.static_rows import (
 )
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+# fp32 or fp64.
+_Rows = TypeVar("_Rows", Tensor, np.ndarray)
+
 
 @dataclass(frozen=True)
 class StaticBudget:
     """Sizes of the static buffers, and the demand of a routing on them. See [Note: rows of a fixed size].
 
-    factor: size relative to the balanced number of rows. alignment: each expert's rows are padded to a multiple of this
-    number; see [Note: row alignment]. num_experts: experts per rank. num_ranks: number of ranks that share the layer's
-    experts. num_shards: number of ranks that share a single expert.
+    factor: size relative to the balanced number of rows, without padding. alignment: each expert's rows are padded to a
+    multiple of this number; see [Note: row alignment]. num_experts: experts per rank. num_ranks: number of ranks that
+    share the layer's experts. num_shards: number of ranks that share a single expert.
     """
 
     factor: float
@@ -86,13 +95,14 @@ class StaticBudget:
 
     @property
     def largest_factor(self) -> float:
-        """Smallest factor at which no routing drops rows, even if all tokens go to one rank. Ignores alignment."""
+        """Smallest factor at which no routing drops rows, even if all tokens go to one rank."""
         return self.num_ranks * self._most(1) / self.balanced_rows(1)
 
     def rows_of_rank(self, num_tokens: int) -> int:
         """Returns C, the size of the buffer of one rank's experts, in rows; num_tokens: T, tokens per rank."""
         rows = min(math.ceil(self.balanced_rows(num_tokens) * self.factor), self._most_of_rank(num_tokens))
-        return math.ceil(rows / self.alignment) * self.alignment
+        # The sum of multiples is a multiple, so the last rows of the largest padding are never needed.
+        return (rows + self._most_padding) // self.alignment * self.alignment
 
     def rows_of_pair(self, num_tokens: int) -> int:
         """Returns P, the number of rows that one rank sends to each rank; num_tokens: T, tokens per rank."""
@@ -104,9 +114,9 @@ class StaticBudget:
 
         rows_needed: [1], int64. num_tokens: T, tokens per rank.
         """
-        capacity = self.rows_of_rank(num_tokens)
-        missing, can_lose = (rows_needed - capacity).clamp(min=0), capacity < self._most_of_rank(num_tokens)
-        return RowDemand(missing, rows_needed.float() / max(1, self.balanced_rows(num_tokens)), can_lose)
+        missing = (rows_needed - self.rows_of_rank(num_tokens)).clamp(min=0)
+        can_lose = math.ceil(self.balanced_rows(num_tokens) * self.factor) < self._most_of_rank(num_tokens)
+        return RowDemand(missing, self.factor_for(rows_needed.float(), num_tokens), can_lose)
 
     def demand_on_pair(self, rows_needed: Tensor, num_tokens: int) -> RowDemand:
         """Returns the demand on the rows of a rank pair of a routing that requires rows_needed rows.
@@ -117,18 +127,56 @@ class StaticBudget:
         missing, can_lose = (rows_needed - capacity).clamp(min=0), capacity < self._most(num_tokens)
         return RowDemand(missing, rows_needed.float() / (balanced or 1), can_lose)
 
+    def factor_for(self, rows_needed: _Rows, num_tokens: int) -> _Rows:
+        """Returns the smallest factor of buffers with rows_needed rows, which may be below 1 or even negative.
+
+        rows_needed: rows including padding, a multiple of alignment, fp32 or fp64. num_tokens: T, tokens per rank.
+        """
+        # Without padding the subtraction is skipped, because on a GPU it is a launch.
+        rows = rows_needed - self._most_padding if self._most_padding else rows_needed
+        return rows / max(1, self.balanced_rows(num_tokens))
+
     def balanced_rows(self, num_tokens: int) -> int:
-        """Returns the number of rows that a rank receives if all ranks receive the same number."""
+        """Returns the number of rows that a rank receives if all ranks receive the same number, without padding."""
         return num_tokens * self.topk * self.num_shards
 
+    def balanced_live_rows(self, num_tokens: int) -> int:
+        """Returns the number of live rows of a rank with the balanced number of rows: these and the mean padding."""
+        rows = self.balanced_rows(num_tokens)
+        padding = self.num_experts * float(mean_padding(rows / self.num_experts, self.alignment))
+        return min(int(padded_sum(rows, padding, self.alignment)), self.rows_of_rank(num_tokens))
+
+    @property
+    def _most_padding(self) -> int:
+        return self.num_experts * (self.alignment - 1)
+
     def _most_of_rank(self, num_tokens: int) -> int:
-        # Each expert may need up to alignment - 1 rows of padding.
-        return self.num_ranks * self._most(num_tokens) + self.num_experts * (self.alignment - 1)
+        return self.num_ranks * self._most(num_tokens)
 
     def _most(self, num_tokens: int) -> int:
         """Returns the maximum number of rows that one rank's tokens can require on a single rank."""
         # A token chooses an expert at most once.
         return num_tokens * min(self.topk, self.num_experts)
+
+
+def mean_padding(mean_rows: float | np.ndarray, alignment: int) -> np.ndarray:
+    """Estimates the mean padding of experts from their mean numbers of rows, [*], fp64.
+
+    The last tile of an expert with many rows is half full on average. An expert with few rows has a tile of its own,
+    unless it has no row, which has the probability of a Poisson distribution.
+    """
+    has_rows = 1 - np.exp(-np.asarray(mean_rows, dtype=np.float64))
+    padded: np.ndarray = np.maximum(alignment * has_rows, mean_rows + (alignment - 1) / 2 * has_rows)
+    return padded - mean_rows
+
+
+def padded_sum(rows: float | np.ndarray, padding: float | np.ndarray, alignment: int) -> np.ndarray:
+    """Returns the multiple of alignment, on average rows + padding, that the padded rows of experts sum to.
+
+    rows: rows of a rank. padding: mean padding of all experts of the rank. Both are [*].
+    """
+    padded: np.ndarray = np.ceil((rows + padding - (alignment - 1) / 2) / alignment) * alignment
+    return padded
 
 
 @dataclass(frozen=True)

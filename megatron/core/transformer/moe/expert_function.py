@@ -270,6 +270,7 @@ class _Experts(PlainFunction):
         # runner of its parts may hold a graph that was captured with this node, and a cycle through a node stays alive.
         ctx.fcs, ctx.math = call.fcs, math
         ctx.probs_shape, ctx.is_ordered = probs.shape, order is not None
+        ctx.row_alignment = 1 if order is None else order.alignment
         ctx.needs = _Needs.of(ctx.needs_input_grad if is_recorded else _NOTHING)
         ctx.saved = saved = _SavedRows(ctx.needs, call, x)
         # Arguments are not this function's own. Without hooks autograd saves them, and notices if they are changed.
@@ -415,14 +416,14 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     # Each tensor is freed after its last use, because the gradients of weights may be as large.
     back.rows = None
     del activated, kept
-    b2 = _b_grad(fc2, needs.fc2, low2, act, grad, offsets=offsets, factor=factor2)
+    b2 = _b_grad(fc2, needs.fc2, low2, act, grad, offsets=offsets, factor=factor2, alignment=ctx.row_alignment)
     weight2, a2 = _weight_grads(ctx, 1, needs.fc2, act, grad, back.low, offsets=offsets)
     fc2_grads = (weight2, bias2, a2, b2)
     del act, low2, grad, back
 
     back = _back_through(fc1, needs.fc1, grad_gate_up, needs_rows=needs.x, offsets=offsets, factor=factor1)
     bias1 = _bias_grad(ctx.fcs[0].bias, grad_gate_up, scale=None, offsets=offsets) if needs.fc1.bias else None
-    b1 = _b_grad(fc1, needs.fc1, low1, rows, grad_gate_up, offsets=offsets, factor=factor1)
+    b1 = _b_grad(fc1, needs.fc1, low1, rows, grad_gate_up, offsets=offsets, factor=factor1, alignment=ctx.row_alignment)
     weight1, a1 = _weight_grads(ctx, 0, needs.fc1, rows, grad_gate_up, back.low, offsets=offsets)
     ctx.saved.done()
     grad_weights = (weight1, bias1, a1, b1, *fc2_grads)
@@ -475,6 +476,7 @@ def _b_grad(
     *,
     offsets: Tensor,
     factor: float,
+    alignment: int,
 ) -> Tensor | None:
     """Returns the gradient of an adapter's B, [e, r, O], or None if not needed.
 
@@ -486,7 +488,7 @@ def _b_grad(
         assert rows is not None
         low = _low_product(fc, rows, offsets=offsets, is_static=True)
     grad_b = torch.empty_like(fc.lora_b)
-    ops.grouped_gemm_weight_grad(low, grad, offsets=offsets, out=grad_b)
+    ops.grouped_gemm_weight_grad(low, grad, offsets=offsets, out=grad_b, row_alignment=alignment)
     return grad_b.mul_(factor)
 
 
@@ -503,12 +505,12 @@ def _weight_grads(
     weight = a = None
     if needs.weight:
         reader = None if number else ctx.saved.new_reader()
-        product = ExpertGrads(rows, grad, offsets, fc.weight.shape, ctx.kernels[number], reader)
+        product = ExpertGrads(rows, grad, offsets, fc.weight.shape, ctx.kernels[number], ctx.row_alignment, reader)
         weight = hand_over(fc.weight, product, node=ctx.next_functions[place][0])
     if needs.lora_a and grad_low is not None:
         kernel = _kernel_of(rows, fc.lora_a, offsets=offsets, is_static=ctx.math.is_static)
         reader = None if number else ctx.saved.new_reader()
-        product = ExpertGrads(rows, grad_low, offsets, fc.lora_a.shape, kernel, reader)
+        product = ExpertGrads(rows, grad_low, offsets, fc.lora_a.shape, kernel, ctx.row_alignment, reader)
         place += 1 if fc.bias is None else 2
         a = hand_over(fc.lora_a, product, node=ctx.next_functions[place][0])
     return weight, a

@@ -95,7 +95,7 @@ class ExpertGrads:
     """WeightGrad of a grouped GEMM, computed from its input rows and the gradient of its output.
 
     rows: [R, I], possibly in pages. grad: [R, O], same dtype. shape: shape of the weight. kernel: the product's kernel.
-    reader: is informed before and after the rows are read.
+    row_alignment: a divisor of all offsets and of R. reader: is informed before and after the rows are read.
     """
 
     rows: Rows
@@ -103,6 +103,7 @@ class ExpertGrads:
     offsets: Tensor
     shape: torch.Size
     kernel: ProductKernel
+    row_alignment: int = 1
     reader: RowsReader | None = None
 
     def compute(self) -> Tensor:
@@ -128,7 +129,8 @@ class ExpertGrads:
     def _write_by_kernel(self, out: Tensor, **options: float) -> None:
         matrices = _matrices(out, self.rows, offsets=self.offsets)
         memory, places = operand("x", self.rows)
-        ops.grouped_gemm_weight_grad(memory, self.grad, offsets=self.offsets, out=matrices, **options, **places)
+        more = {**options, "row_alignment": self.row_alignment, **places}
+        ops.grouped_gemm_weight_grad(memory, self.grad, offsets=self.offsets, out=matrices, **more)
 
     def fits(self, out: Tensor) -> bool:
         """Returns whether add_to supports the dtype and device of `out`: [*weight shape], any float dtype."""

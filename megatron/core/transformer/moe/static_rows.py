@@ -45,7 +45,8 @@ class StaticOrder(NamedTuple):
     rows of each expert of this rank in the buffer, including alignment. With order_by_rank it is [ranks * e]: the slots
     that chose each expert of each rank, including slots without a row. rows_needed: [1], int64: the size of the
     smallest buffer (with order_by_rank: of each rank's part) that has a row for every slot. num_rows: [1], int64: the
-    number of rows that belong to a slot, plus, with order_by_expert, the padding of each expert.
+    number of rows that belong to a slot, plus, with order_by_expert, the padding of each expert. alignment: a divisor
+    of C and of the rows of each expert in the buffer.
     """
 
     slot_of_row: Tensor
@@ -54,6 +55,7 @@ class StaticOrder(NamedTuple):
     rows_per_group: Tensor
     rows_needed: Tensor
     num_rows: Tensor
+    alignment: int = 1
 
 
 def order_by_expert(
@@ -72,7 +74,7 @@ def order_by_expert(
         rows_per_part=capacity,
         alignment=alignment,
     )
-    return StaticOrder(slots, tokens, rows, kept, rows_needed, num_rows)
+    return StaticOrder(slots, tokens, rows, kept, rows_needed, num_rows, alignment)
 
 
 def order_by_rank(expert_indices: Tensor, num_experts: int, *, num_ranks: int, rows_per_rank: int) -> StaticOrder:

@@ -53,6 +53,7 @@ def build_token_dispatcher(
             build = MoEFlexTokenDispatcher
         case _:
             raise AssertionError(f"moe_token_dispatcher_type is {kind}, which MoEConfig rejects")
+    more = {"row_alignment": config.row_alignment} if is_static else {}
     # Any, because the class of type flex is abstract. Its constructor returns a subclass.
-    dispatcher: MoETokenDispatcher = build(len(experts), list(experts), config=config, pg_collection=groups)
+    dispatcher: MoETokenDispatcher = build(len(experts), list(experts), config=config, pg_collection=groups, **more)
     return dispatcher

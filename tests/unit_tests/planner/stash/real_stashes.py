@@ -72,22 +72,23 @@ class RealRank:
                 outputs[layer, event.instance] = self._forward(layer, tokens[layer][event.instance])
 
     def _forward(self, number: int, tokens: np.ndarray) -> Tensor:
-        """Returns the output of the live rows. tokens: [R, E]."""
+        """Returns the output of the tokens with an expert. tokens: [R, E]."""
         layer = self._layers[number]
         own = tokens[self.group * self._size : (self.group + 1) * self._size].sum(axis=0)
         per_expert = torch.tensor(own.reshape(self._size, -1)[self.number], dtype=torch.int64)
         max_rows = layer.token_dispatcher.budget.rows_of_rank(self._tokens)
-        num_rows, num_experts = int(per_expert.sum()), len(per_expert)
-        # One choice for each of as many tokens as the buffer has rows; those beyond the live rows have no expert.
+        num_tokens, num_experts = int(per_expert.sum()), len(per_expert)
+        # One choice for each of as many tokens as the buffer has rows; those beyond the first ones have no expert.
         chosen = torch.arange(num_experts).repeat_interleave(per_expert)[:max_rows]
         chosen = F.pad(chosen, (0, max_rows - len(chosen)), value=num_experts)
-        order = order_by_expert(chosen.view(-1, 1), num_experts, capacity=max_rows)
+        alignment = layer.token_dispatcher.budget.alignment
+        order = order_by_expert(chosen.view(-1, 1), num_experts, capacity=max_rows, alignment=alignment)
         tokens = torch.randn(max_rows, layer.config.hidden_size, requires_grad=True)
         weights = torch.rand(max_rows, 1, requires_grad=True)
         assert layer.expert_step is not None
         stashed = layer.expert_step.begin_experts(number, order.num_rows, max_rows=max_rows)
         output: Tensor = layer.experts(tokens, order.rows_per_group, weights, order=order, stashed=stashed)[0]
-        return output[:num_rows]
+        return output[:num_tokens]
 
 
 def run_together(ranks: Sequence[RealRank], tokens: dict[int, np.ndarray]) -> tuple[list[StepFigures], int]:

@@ -1,5 +1,6 @@
 """Interpreted kernels on rows in pages give the bits that they give on contiguous rows, and touch no other element."""
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.core.fusions.gated_activation import ActivationForm
@@ -22,6 +24,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     TensorSpec,
     encode_tensors,
 )
+from megatron.core.transformer.moe_config import GPU_ROW_ALIGNMENT
 
 Interpreted = Callable[..., ModuleType]
 Launch = Callable[..., None]
@@ -182,6 +185,47 @@ def test_weight_gradients(
 
     both(launch, {"x": rand(live, inner, dtype=dtype)}, set(), counts=counts, page_rows=page_rows)
     assert torch.equal(bits(results[0]), bits(results[1])) and not results[0].isnan().any()
+
+
+# Pages that hold whole tiles of an aligned gradient, and pages that do not.
+@pytest.mark.parametrize(("dtype", "page_rows"), [(BF16, 128), (BF16, 144), (BF16, 16), (FP32, 64)])
+@pytest.mark.parametrize(("inner", "outer"), [(32, 48), (7, 20)], ids=["even", "odd"])
+@pytest.mark.parametrize("is_added", [False, True], ids=["written", "added"])
+def test_padded_experts_have_the_same_weight_gradients(
+    interpreted: Interpreted, dtype: torch.dtype, page_rows: int, inner: int, outer: int, is_added: bool
+) -> None:
+    kernels, counts, more = interpreted("triton_grouped_gemm"), [70, 0, 64, 3], {}
+    if is_added:
+        more = {"scale": 0.5, "is_added": True}
+    x, grad = rand(sum(counts), inner, dtype=dtype), rand(sum(counts), outer, dtype=dtype)
+    aligned = [-(-count // GPU_ROW_ALIGNMENT) * GPU_ROW_ALIGNMENT for count in counts]
+    padded_x, padded_grad = (
+        torch.cat([F.pad(part, (0, 0, 0, -len(part) % GPU_ROW_ALIGNMENT)) for part in rows.split(counts)])
+        for rows in (x, grad)
+    )
+    spare = nans(GPU_ROW_ALIGNMENT, outer, dtype=dtype)  # beyond the live rows
+
+    def gradient(x: Tensor, grad: Tensor, ends: Tensor, **options: Any) -> Tensor:
+        out = rand(len(counts), inner, outer, dtype=FP32 if is_added else dtype)
+        kernels.grouped_gemm_weight_grad(x, grad, offsets=ends, out=out, **more, **options)
+        return bits(out)
+
+    expected, padded_grad = gradient(x, grad, ends_of(counts)), torch.cat([padded_grad, spare])
+    paged = Paged(padded_x, page_rows=page_rows, max_rows=len(padded_grad)).rows
+    options = {"row_alignment": GPU_ROW_ALIGNMENT}
+    in_pages = gradient(memory_of(paged), padded_grad, ends_of(aligned), **options, **places_of("x", paged))
+    padded_x = torch.cat([padded_x, nans(len(spare), inner, dtype=dtype)])
+    assert torch.equal(gradient(padded_x, padded_grad, ends_of(aligned), **options), expected)
+    assert torch.equal(in_pages, expected)
+    with pytest.raises(ValueError, match=r"grad has 255 rows: must be a multiple of row_alignment \(64\)"):
+        gradient(padded_x[:255], padded_grad[:255], ends_of(aligned), **options)
+
+
+def test_the_alignment_on_gpus_is_a_multiple_of_every_weight_gradients_tile() -> None:
+    from megatron.core.transformer.moe.paged_stash.triton_grouped_gemm import weight_grad_tile
+
+    for dtype, is_even, is_added in itertools.product((BF16, FP32), (False, True), (False, True)):
+        assert GPU_ROW_ALIGNMENT % weight_grad_tile(dtype, is_even=is_even, is_added=is_added)["TERMS"] == 0
 
 
 @pytest.mark.parametrize(("dtype", "page_rows", "counts"), PAGES)
