@@ -1,11 +1,12 @@
 """Compiles every Triton kernel for sm_80, sm_90 and sm_100 without a GPU, and reads its resources from machine code.
 
-    python benchmarks/compiled_kernels.py [--hot | --only KERNEL ... | --in-flight]
+    python benchmarks/compiled_kernels.py [--hot | --only KERNEL ... | --in-flight | --products]
 
 Writes benchmarks/results/compiled_kernels.csv (the whole matrix, which takes about half an hour on one core; --hot
 recompiles only the hot shapes) and docs/compiled_kernels.md (its worst cases, hot shapes and misses). --in-flight only
-prints the bytes that memory-bound kernels have in flight. kernel_launches.py defines the launches of the matrix. Needs
-no GPU: Triton includes ptxas, cuobjdump and nvdisasm.
+prints the bytes that memory-bound kernels have in flight. --products only prints the GEMMs of hot shapes on sm_90 and
+sm_100, also with another version of Triton than the table's. kernel_launches.py defines the launches of the matrix.
+Needs no GPU: Triton includes ptxas, cuobjdump and nvdisasm.
 
 [Note: occupancy]
 The number of programs resident on an SM is limited by registers, shared memory, tensor memory and threads. From
@@ -59,7 +60,9 @@ SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 RESERVED_BYTES = 1024  # shared memory reserved for each block
 # Tensor-core instructions of each architecture at full rate. sm_90 and sm_100 run older ones at a lower rate.
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
+_TENSOR_CORE = r"(HMMA|HGMMA|UTC\w*MMA)\b"
 PRODUCTS = ("grouped_gemm_kernel", "weight_grad_kernel")
+_ASYNCHRONOUS = ("LDGSTS", "UTMALDG", "UBLKCP")
 
 
 @dataclass(frozen=True)
@@ -121,13 +124,21 @@ def compile_launch(launch: Launch, architecture: int) -> Facts:
         spills=sum(name.startswith(("STL", "LDL")) for name in instructions),
         shared=shared,
         tensor_columns=columns,
-        loads=max([0, *(_bits(name) for name in instructions if name.startswith(("LDG.", "LDGSTS.")))]),
+        loads=max([0, *(_bits(name) for name in instructions if name.startswith(("LDG.", "LDGSTS.", "UTMALDG.")))]),
         stores=max([0, *(_bits(name) for name in instructions if name.startswith("STG."))]),
-        asynchronous=sum(name.startswith(("LDGSTS", "UTMALDG", "UBLKCP")) for name in instructions),
-        tensor=_tensor_instructions(instructions, r"(HMMA|HGMMA|UTC\w*MMA)\b"),
+        asynchronous=sum(name.startswith(_ASYNCHRONOUS) for name in instructions),
+        tensor=_tensor_instructions(instructions, _TENSOR_CORE),
         programs=occupancy(architecture, registers=most["REG"], warps=warps, shared=shared, tensor_columns=columns),
         **ptx_facts(compiled.asm["ptx"]),
     )
+
+
+def listing_of(launch: Launch, architecture: int) -> str:
+    """Returns the machine code of a compiled launch, as nvdisasm lists it."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "cubin"
+        path.write_bytes(_compiled(launch, architecture).asm["cubin"])
+        return _run("nvdisasm", "-c", path)
 
 
 def _compiled(launch: Launch, architecture: int) -> Any:
@@ -185,8 +196,30 @@ def loaded_before_use(listing: str) -> int:
     return most
 
 
+def copies_of_iteration(listing: str) -> int:
+    """Returns the number of asynchronous copies in the main loop of a GEMM, the shortest with a tensor instruction.
+
+    listing: of nvdisasm.
+    """
+    lines = listing.splitlines()
+    labels = {line.strip().rstrip(":"): number for number, line in enumerate(lines) if line.startswith(".L_")}
+    loops = []
+    for number, line in enumerate(lines):
+        target = re.search(r"\bBRA\b.*`\((\.L_\w+)\)", line)
+        if target and labels.get(target[1], number) < number:
+            names = machine_instructions("\n".join(lines[labels[target[1]] : number + 1]))
+            if _tensor_instructions(names, _TENSOR_CORE):
+                loops.append(names)
+    return sum(name.startswith(_ASYNCHRONOUS) for name in min(loops, key=len))
+
+
 def _bits(name: str) -> int:
-    """Returns the width of a memory access from the instruction's name; 32 if the name does not contain it."""
+    """Returns the width of a memory access from the instruction's name; 32 if the name does not contain it.
+
+    Boxes of descriptors have rows of at least 16 bytes.
+    """
+    if name.startswith("UTMALDG"):
+        return 128
     parts = name.split(".")
     widths = {"128": 128, "64": 64, "U16": 16, "S16": 16, "U8": 8, "S8": 8}
     return next((widths[part] for part in parts if part in widths), 32)
@@ -275,7 +308,7 @@ MISSES = {
 
 
 def rows_of(launches: Iterable[Launch], *, hot: bool, architectures: Sequence[int] = ARCHITECTURES) -> list[Row]:
-    """Compiles the launches for each architecture."""
+    """Compiles the launches for each architecture that their launchers allow."""
     return [
         Row(
             hot,
@@ -287,6 +320,7 @@ def rows_of(launches: Iterable[Launch], *, hot: bool, architectures: Sequence[in
             compile_launch(launch, architecture),
         )
         for launch, architecture in itertools.product(launches, architectures)
+        if architecture >= launch.case.first_architecture
     ]
 
 
@@ -319,11 +353,7 @@ class InFlight:
 
 def in_flight(launch: Launch) -> InFlight:
     """Compiles a launch of a memory-bound kernel for sm_90 and computes its bytes in flight."""
-    facts = compile_launch(launch, 90)
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "cubin"
-        path.write_bytes(_compiled(launch, 90).asm["cubin"])
-        of_thread = loaded_before_use(_run("nvdisasm", "-c", path))
+    facts, of_thread = compile_launch(launch, 90), loaded_before_use(listing_of(launch, 90))
     module = kernel_launches.kernels()[launch.kernel_name]
     residency: Residency = module.residencies(facts.warps)[launch.kernel_name]
     width, columns = launch.sizes.get("ffn") or launch.sizes["width"], launch.sizes["COLUMNS"]
@@ -352,6 +382,19 @@ def print_in_flight() -> None:
         )
 
 
+def print_products() -> None:
+    """Prints resources of the GEMMs of hot shapes, and their asynchronous copies per iteration."""
+    print(f"Triton {triton.__version__}")
+    launches = [launch for launch in kernel_launches.hot() if launch.kernel_name in PRODUCTS]
+    for launch, architecture in itertools.product(launches, (90, 100)):
+        facts, copies = compile_launch(launch, architecture), copies_of_iteration(listing_of(launch, architecture))
+        print(
+            f"{launch.case.name:68} sm_{architecture:<3} {facts.registers} registers, {facts.spills} spills, "
+            f"{copies:2} copies per iteration, {facts.programs} programs",
+            flush=True,
+        )
+
+
 # Section: the table.
 
 _FACTS = {field.name: field.type for field in dataclasses.fields(Facts)}
@@ -361,7 +404,7 @@ _LAUNCH = ("hot", "kernel", "name", "dtype", "can_be_wide")
 def write_table(rows: Iterable[Row], path: Path = TABLE) -> None:
     """Writes the rows as CSV, with one line per launch for all architectures.
 
-    The second line of the file names the values in a cell.
+    The second line of the file names the values in a cell. Cells of architectures without the launch are empty.
     """
     lines = io.StringIO()
     writer = csv.writer(lines, lineterminator="\n")
@@ -369,14 +412,15 @@ def write_table(rows: Iterable[Row], path: Path = TABLE) -> None:
     for launch, found in itertools.groupby(rows, lambda row: tuple(getattr(row, name) for name in _LAUNCH)):
         flags = (int(value) if isinstance(value, bool) else value for value in launch)
         cells = {row.architecture: "/".join(map(str, dataclasses.astuple(row.facts))) for row in found}
-        writer.writerow([*flags, *(cells[architecture] for architecture in ARCHITECTURES)])
+        writer.writerow([*flags, *(cells.get(architecture, "") for architecture in ARCHITECTURES)])
     path.write_text(f"# Triton {triton.__version__}\n# sm_80, sm_90, sm_100: {'/'.join(_FACTS)}\n{lines.getvalue()}")
 
 
 def read_table(path: Path = TABLE) -> list[Row]:
     """Reads the rows that write_table wrote."""
     records = csv.DictReader(path.read_text().splitlines()[2:])
-    return [_row(record, architecture) for record in records for architecture in ARCHITECTURES]
+    cells = itertools.product(records, ARCHITECTURES)
+    return [_row(record, architecture) for record, architecture in cells if record[f"sm_{architecture}"]]
 
 
 def _row(record: dict[str, str], architecture: int) -> Row:
@@ -441,10 +485,32 @@ Names of launches:
 - *pages of N bytes, n tensors*: a group of n tensors in the paged stash. *to pages*: the stash; *from pages*: the
   restore. *places*, *with places*: the plan of tensors that are computed in pages.
 - *in pages*: rows of x and *gate_up* in pages of the stash's arena; gradients, and x of an added product, are not. The
-  gradient of an activation then also writes *act*.
+  gradient of an activation then also writes *act*. *by descriptors*: a product that reads x and the weights by tensor
+  descriptors, on sm_90 and later. Only measurements launch it, because no GPU has run it yet.
 - Storage formats of `adam_kernel`, such as *bf16 with remainders*, are listed in `ADAM_FORMS`. *divided*: gradients are
   divided by a number on the device. *can skip*: a device flag can skip the update. *decoupled*: weight decay as in
   AdamW.
+"""
+
+
+# By hand from print_products(), whose output has one line per launch.
+OTHER_VERSIONS = """## Other versions of Triton
+
+`python benchmarks/compiled_kernels.py --products` compiles the 48 GEMMs of hot shapes on sm_90 and sm_100 with the
+installed version. With 3.6.0, 3.7.1 and 3.8.0 none spills, and all have the same number of asynchronous copies per
+iteration. [Note: registers] in `triton_grouped_gemm.py` explains what prevents spills. No GPU has run these kernels
+with 3.7.1 or 3.8.0. Least and most registers per thread:
+
+| GEMMs | copies | arch | 3.6.0 | 3.7.1 | 3.8.0 |
+|---|---|---|---|---|---|
+| products without pages | 12 | sm_90 | 202-246 | 194-244 | 194-238 |
+|  |  | sm_100 | 220-250 | 206-246 | 206-246 |
+| products in pages | 12 | sm_90 | 206-224 | 204-220 | 224-232 |
+|  |  | sm_100 | 230-238 | 200-232 | 200-232 |
+| products in pages, by descriptors | 2 | sm_90 | 186-210 | 186-210 | 194-224 |
+|  |  | sm_100 | 202-210 | 193-206 | 193-206 |
+| weight gradients | 8 | sm_90 | 168-182 | 168-186 | 168-182 |
+|  |  | sm_100 | 160-212 | 160-215 | 160-215 |
 """
 
 
@@ -468,6 +534,7 @@ def page_of(rows: Sequence[Row], version: str) -> str:
         "",
         *_rows_table(hot),
         "",
+        OTHER_VERSIONS,
         "## Worst cases",
         "",
         "For each kernel, dtype and architecture, the launch in the matrix with the most misses. Ties are resolved by",
@@ -535,9 +602,10 @@ def main() -> None:
     parser.add_argument("--hot", action="store_true", help="recompile only the hot shapes")
     parser.add_argument("--only", nargs="+", help="recompile only the hot shapes and these kernels of the matrix")
     parser.add_argument("--in-flight", action="store_true", help="print bytes in flight and write nothing")
+    parser.add_argument("--products", action="store_true", help="print GEMMs of hot shapes and write nothing")
     arguments = parser.parse_args()
-    if arguments.in_flight:
-        print_in_flight()
+    if arguments.in_flight or arguments.products:
+        print_in_flight() if arguments.in_flight else print_products()
         return
     hot = rows_of(kernel_launches.hot(), hot=True)
     known: dict[tuple[str, str], list[Row]] = defaultdict(list)

@@ -40,6 +40,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     TensorSpec,
     encode_tensors,
 )
+from megatron.core.transformer.moe.paged_stash.triton_grouped_gemm import Loads
 
 MODULES: tuple[ModuleType, ...] = (
     triton_grouped_gemm,
@@ -198,10 +199,15 @@ class Product:
             _rows_of((self.rows, self.outer), self.page_rows[1], dtype=dtype, is_aligned=aligned),
         )
 
-    def forward(self) -> None:
+    def forward(self, loads: Loads = Loads.POINTERS) -> None:
         """Launches the grouped GEMM."""
         x, weight, offsets, out = self.operands()
-        triton_grouped_gemm.grouped_gemm(x, weight, offsets=offsets, out=out, **self.pages("x", "out"))
+        triton_grouped_gemm.grouped_gemm(x, weight, offsets=offsets, out=out, **self.pages("x", "out"), loads=loads)
+
+    def by_descriptors(self, name: str) -> Iterator[Launch]:
+        """Yields the launch of the grouped GEMM with descriptors of x, which is in pages, and of the weights."""
+        for launch in launches(name, functools.partial(self.forward, Loads.DESCRIPTORS)):
+            yield replace(launch, case=replace(launch.case, first_architecture=90))
 
     def added(self) -> None:
         """Launches the scaled and accumulated GEMM of low-rank adapters, whose x is contiguous."""
@@ -587,6 +593,9 @@ def _paged() -> Iterator[Launch]:
     for dtype, (inner, outer), rows in itertools.product(("bf16", "fp32"), sizes, page_rows):
         product = Product(dtype, 32, inner, outer, page_rows=(rows, rows))
         yield from _product(product, f", in pages of {rows} rows")
+    for dtype in DTYPES:
+        product = Product(dtype, 32, 2048, 1536, page_rows=(128, 128))
+        yield from product.by_descriptors(f"product, {dtype}, 32 experts, 2048 x 1536 stored, by descriptors")
     for dtype, width in itertools.product(("bf16", "fp32"), (2048, 2040)):
         words = f"{dtype}, width {width}, in pages of 96 rows"
         can_be_wide = width * DTYPES[dtype].itemsize % 16 == 0
@@ -709,6 +718,7 @@ class HotModel:
         tokens = functools.partial(gather_to_pages, "bf16", self.hidden, page_rows=x_rows)
         plan = functools.partial(stash, 2 * elements, 4, has_places=True)
         yield from launches(f"{self.name}: fc1, in pages", fc1.forward)
+        yield from fc1.by_descriptors(f"{self.name}: fc1, in pages, by descriptors")
         yield from launches(f"{self.name}: fc1 weight gradient, in pages", fc1.weight_grad)
         yield from launches(f"{self.name}: fc1 weight gradient, added to fp32, in pages", fc1.added_weight_grad)
         yield from launches(f"{self.name}: swiglu, in pages", run)

@@ -167,6 +167,12 @@ def test_kernels_in_pages_are_compared_with_contiguous_ones_bit_by_bit() -> None
     assert line["plan_us"] > 0 and line["release_us"] > 0
 
 
+def test_descriptors_are_measured_alone() -> None:
+    status, lines = lines_of_rank(paged_products.main, "--rounds", "4", "--descriptors")
+    line = merged(lines)["small"]
+    assert status == 0 and "fc1_descriptors_x" in line and "fc1_x" not in line
+
+
 def wrong_in_pages(kernel: Callable, one: paged_products.Operands, side: str) -> list:
     results = kernel(one, side)
     if side == "paged":

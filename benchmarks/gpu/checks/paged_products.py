@@ -1,6 +1,6 @@
 """Compares kernels of experts whose rows are in pages with the same kernels on contiguous rows, in bf16.
 
-    python -m benchmarks.gpu.checks.paged_products [--seconds N] [--rounds N] [--small]
+    python -m benchmarks.gpu.checks.paged_products [--seconds N] [--rounds N] [--small] [--descriptors]
 
 fc1            gate_up from x, both in pages
 weight_grad    gradient of fc1's weights, from x in pages, written in bf16
@@ -16,6 +16,9 @@ must be equal bit by bit. plan_us and release_us: microseconds in which a layer'
 
 Experts on a GPU compute in pages by default only once the targets hold for every shape: at most 1.03 times the time for
 fc1, and 1.05 times for both weight gradients. The other kernels have no target.
+
+With --descriptors, only fc1_descriptors is measured, without a target: fc1 in pages that reads x and the weights by
+tensor descriptors, which no GPU has run yet, against fc1 on contiguous rows. Its ratio compares with fc1's.
 
 Expected seconds on an H200: 13 for each shape, 39 in all. Triton compiles twelve kernels for the first shape and six
 for each other one, in 1 to 2 s each, and all rounds take less than 1 s.
@@ -42,9 +45,11 @@ from benchmarks.gpu.record import Target, figures_of_target
 from megatron.core.device import default_device, device_name
 from megatron.core.fusions.gated_activation import ops as activation_ops
 from megatron.core.paged_rows import PagedRows, Rows, operand
+from megatron.core.transformer.moe.paged_stash import triton_grouped_gemm
 from megatron.core.transformer.moe.paged_stash.expert_ops import ops
 from megatron.core.transformer.moe.paged_stash.page_layout import TILE_ROWS, Counter, PoolLayout, Priority, row_spec
 from megatron.core.transformer.moe.paged_stash.page_pool import PageGroup, PagePool
+from megatron.core.transformer.moe.paged_stash.triton_grouped_gemm import Loads
 from megatron.core.transformer.moe.static_rows import ops as row_ops
 
 SHAPE_SECONDS = 13
@@ -143,6 +148,16 @@ class Operands:
         ops.grouped_gemm(x, self.weight, offsets=self.offsets, out=out, **of_x, **of_out)
         return [self.gate_up[side]]
 
+    def fc1_by_descriptors(self, side: str) -> list[Rows]:
+        """Multiplies x by the weights, into gate_up. In pages, descriptors read both; on a CPU, fc1 replaces it."""
+        if side == "contiguous" or self._device.type == "cpu":
+            return self.fc1(side)
+        (x, of_x), (out, of_out) = operand("x", self.x[side]), operand("out", self.gate_up[side])
+        triton_grouped_gemm.grouped_gemm(
+            x, self.weight, offsets=self.offsets, out=out, **of_x, **of_out, loads=Loads.DESCRIPTORS
+        )
+        return [self.gate_up[side]]
+
     def activation(self, side: str) -> list[Rows]:
         """Applies SwiGLU to gate_up."""
         gate_up, places = operand("gate_up", self.gate_up[side])
@@ -182,6 +197,7 @@ KERNELS: Mapping[str, Callable[[Operands, str], list[Rows]]] = {
     "weight_grad": Operands.weight_grad,
     "added_grad": Operands.added_grad,
 }
+BY_DESCRIPTORS = {"fc1_descriptors": Operands.fc1_by_descriptors}
 
 
 def main() -> None:
@@ -190,7 +206,7 @@ def main() -> None:
     A shape whose results differ fails.
     """
     options = parse_options()
-    shapes = SMALL if options.small else SHAPES
+    shapes, kernels = SMALL if options.small else SHAPES, BY_DESCRIPTORS if options.descriptors else KERNELS
     figures: dict[str, Line] = {}
 
     def on_line(name: str, line: Line) -> None:
@@ -199,7 +215,7 @@ def main() -> None:
 
     outcomes = run_in_turn(
         [
-            Task(name, SHAPE_SECONDS, partial(measure, shape=shape, rounds=options.rounds))
+            Task(name, SHAPE_SECONDS, partial(measure, shape=shape, rounds=options.rounds, kernels=kernels))
             for name, shape in shapes.items()
         ],
         deadline=time.monotonic() + options.seconds,
@@ -210,7 +226,7 @@ def main() -> None:
     if all((one.error or "").startswith("SystemExit") for one in outcomes.values()):
         checked_device()
     # Times of tiny kernels on a CPU have no meaning.
-    targets = [] if options.small else targets_of(figures)
+    targets = [] if options.small or options.descriptors else targets_of(figures)
     if targets:
         report(targets=[figures_of_target(target) for target in targets])
     has_missed = any(target.measured is not None and not target.holds for target in targets)
@@ -227,13 +243,19 @@ def targets_of(figures: Mapping[str, Line]) -> list[Target]:
     ]
 
 
-def measure(send: Send, *, shape: Shape, rounds: int) -> None:
+def measure(
+    send: Send,
+    *,
+    shape: Shape,
+    rounds: int,
+    kernels: Mapping[str, Callable[[Operands, str], list[Rows]]] = KERNELS,
+) -> None:
     """Sends the times of each kernel and their ratio. Raises AssertionError if results with pages differ."""
     device = default_device()
     one = Operands(shape, device)
     send(device=device_name(device), page_bytes=one.x["paged"].page_bytes)  # type: ignore[union-attr]
     send(**time_plan(device, shape=shape, num_rows=one.num_rows, rounds=rounds))
-    for name, kernel in KERNELS.items():
+    for name, kernel in kernels.items():
         check_bits(one, name, kernel)
         # Added gradients would otherwise grow without a limit.
         one.main_grad.zero_()
@@ -294,6 +316,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seconds", type=float, default=80.0, help="no shape starts without its expected seconds left")
     parser.add_argument("--small", action="store_true", help="a tiny shape, also on the CPU")
+    parser.add_argument("--descriptors", action="store_true", help="measure only fc1 by descriptors, sm_90 and later")
     parser.add_argument(
         "--rounds", type=int, default=23, help=f"rounds, of which {WARM_TURNS} are not counted (default: 23)"
     )

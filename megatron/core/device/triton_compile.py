@@ -31,11 +31,15 @@ class Residency:
 
 @dataclass(frozen=True)
 class CompileCase:
-    """Kernel with the argument types of one launch. options: num_warps and num_stages, if the launch sets them."""
+    """Kernel with the argument types of one launch. options: num_warps and num_stages, if the launch sets them.
+
+    first_architecture: launchers refuse older ones.
+    """
 
     name: str
     source: ASTSource
     options: Mapping[str, int] = field(default_factory=dict)
+    first_architecture: int = 80
 
 
 def compile_case(kernel: Any, name: str, *, options: Mapping[str, int], **arguments: object) -> CompileCase:

@@ -21,11 +21,12 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 from triton.runtime import driver
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 # Prepared launches that a launcher keeps. Models have a few shapes each; only strides of unusual gradients vary.
 MAX_PREPARED: Final = 256
@@ -34,6 +35,10 @@ _RUN_PARAMETERS = (
     *("gridX", "gridY", "gridZ", "stream", "function"),
     *("kernel_metadata", "launch_metadata", "launch_enter_hook", "launch_exit_hook"),
 )
+
+
+# What a launch passes after its tensors.
+Count: TypeAlias = int | tuple[int, ...] | TensorDescriptor
 
 
 class Knobs(NamedTuple):
@@ -103,14 +108,14 @@ class PreparedLaunch:
         self,
         programs: int,
         tensors: Sequence[Tensor | None],
-        counts: Sequence[int | tuple[int, ...]] = (),
+        counts: Sequence[Count] = (),
         *,
         columns: int = 1,
     ) -> None:
         """Launches programs x columns programs on the current stream of the first tensor's device.
 
-        tensors: any shapes and dtypes. counts: numbers that the kernel is not specialized on, or tuples of numbers that
-        all compile to the same kernel.
+        tensors: any shapes and dtypes. counts: numbers that the kernel is not specialized on, tuples of numbers that
+        all compile to the same kernel, or descriptors with the first tensor's dtype and boxes of one shape.
         """
         first = tensors[0]
         assert first is not None, "the first tensor determines the device"
@@ -157,7 +162,7 @@ class PreparedLaunch:
         self,
         programs: int,
         tensors: Sequence[Tensor | None],
-        counts: Sequence[int | tuple[int, ...]],
+        counts: Sequence[Count],
         *,
         columns: int,
     ) -> Any:
@@ -170,9 +175,7 @@ class PreparedLaunch:
     def _limit_on(self, device: int) -> int:
         return 2**31 - 1 if self._per_processor is None else self._per_processor * num_processors(device)
 
-    def _ready_on(
-        self, device: int, compiled: Any, *, num_tensors: int, counts: Sequence[int | tuple[int, ...]]
-    ) -> _Ready | None:
+    def _ready_on(self, device: int, compiled: Any, *, num_tensors: int, counts: Sequence[Count]) -> _Ready | None:
         """Returns what direct launches need, or None if Triton's interface is not the one in the note."""
         names = self._kernel.arg_names[num_tensors:][: len(counts)]
         plain = [name for name, count in zip(names, counts, strict=True) if isinstance(count, int)]

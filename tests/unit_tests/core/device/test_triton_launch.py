@@ -19,6 +19,7 @@ from megatron.core.device import triton_launch  # noqa: E402
 from megatron.core.device.triton_launch import PreparedLaunch, is_known_run, known_knobs, next_power_of_2  # noqa: E402
 from megatron.core.fusions.gated_activation import ActivationForm  # noqa: E402
 from megatron.core.transformer.moe import triton_rows  # noqa: E402
+from megatron.core.transformer.moe.paged_stash.triton_grouped_gemm import Loads  # noqa: E402
 from tests.counts import long_count  # noqa: E402
 
 BACKEND = triton.compiler.make_backend(triton.backends.compiler.GPUTarget("cuda", 90, 32))
@@ -150,6 +151,7 @@ def every_launcher() -> None:
         kernel_launches.gather_to_pages("bf16", 96, page_rows=page_rows)
         kernel_launches.bias_in_pages("bf16", 96, page_rows=page_rows)
         kernel_launches.activation("bf16", 96, form=ActivationForm(), scale="fp32", page_rows=page_rows)
+    product.forward(Loads.DESCRIPTORS)
     kernel_launches.activation("bf16", 96, form=ActivationForm("swiglu", 7.0, 1.0), scale="fp32")
     kernel_launches.biases("bf16", 8, 96, scale="fp32")
     kernel_launches.choice(8)

@@ -4,8 +4,8 @@ The launchers have the names and arguments of the operators in expert_ops.py, on
 
 Shapes: max_rows rows of the buffers, sorted by expert; weights [num_experts, inner, outer]. The kernels find the expert
 of each tile on the device, from the offsets, and its pages from a table, if rows are in pages (triton_pages.py). Sums
-are in fp32, and fp32 inputs are not rounded to tf32. Rows beyond the live ones, whose content may be NaN, are never
-read.
+are in fp32, and fp32 inputs are not rounded to tf32. Rows beyond the live ones, whose content may be NaN, are not
+read, except by descriptors.
 
 Forward and recomputation run the same compiled kernel, so both are bit-identical. In forward the number of rows is
 passed as the flag `needed`. The tile depends only on dtype and widths, never on addresses or row counts.
@@ -19,16 +19,32 @@ in dispatch_static.py). The padding is zero, so the sums have the same bits with
 
 [Note: tiles] Sizes were chosen on an H200 (docs/gpu_results.md). A tile of [128, 256] uses 8 warps and in most shapes
 leaves enough registers for a program of a copy, see [Note: copies during GEMMs] in triton_kernels.py.
+
+[Note: registers] A product with the largest tile needs nearly all registers while it stores one. Values that are the
+same for all tiles occupy registers at that time too if they were computed before the loop over tiles. On sm_100, Triton
+3.7 and 3.8 then spill: 38 instructions in most hot shapes. Therefore LLVM must not move computations out of that loop.
+Triton itself still moves the offsets of weight rows. They have 32 bits for this reason, which TERMS rows never exceed.
+
+[Note: descriptors] With Loads.DESCRIPTORS, sm_90 and later copy boxes of x's arena and of the weights to shared memory
+with 2 instructions an iteration instead of 12, and need no addresses in registers. A box must not cross the end of a
+page. Tiles therefore begin at multiples of ROWS, of which a page has a whole number, and not at each expert's first
+row. That costs at most one more tile per expert and column of tiles, and none if all experts begin at multiples of
+ROWS. Rows of other experts and rows beyond the live ones are read, but their sums are not stored. The others have the
+same bits as with pointers, if the sum of a row does not depend on its place in a tile. No caller but measurements
+chooses descriptors: no GPU has run them yet.
 """
 # mypy: allow-untyped-defs
 
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from enum import Enum, auto
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.device.triton_launch import (
@@ -41,6 +57,7 @@ from megatron.core.device.triton_launch import (
 from megatron.core.device.triton_pages import (
     NO_PAGES,
     Paging,
+    find_rows,
     find_tile,
     row_layout,
 )
@@ -50,6 +67,13 @@ from megatron.core.transformer.moe.paged_stash.triton_biases import add_bias_if
 _PRODUCTS_PER_PROCESSOR = {4: 2, 8: 1}
 # Compiler options among the entries of a tile.
 _OPTIONS = ("num_warps", "num_stages")
+
+
+class Loads(Enum):
+    """How a product reads its operands. See [Note: descriptors]."""
+
+    POINTERS = auto()
+    DESCRIPTORS = auto()
 
 
 @triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["needed", "x_table", "out_table"])
@@ -62,6 +86,8 @@ def grouped_gemm_kernel(
     x_table,
     out_table,
     max_rows,
+    x_boxes,
+    weight_boxes,
     scale,
     num_experts,
     inner,
@@ -83,7 +109,9 @@ def grouped_gemm_kernel(
     """Computes tiles [ROWS, COLUMNS] of the GEMM and writes them to `out`, or, with a scale, adds them to `out`.
 
     Rows of `out` that belong to no expert remain unchanged. IS_EVEN: whether loads are unmasked, see [Note: loads].
-    X_PAGE, OUT_PAGE: see [Note: lookups] in triton_pages.py.
+    X_PAGE, OUT_PAGE: see [Note: lookups] in triton_pages.py. x_boxes: descriptor of x's arena, boxes [ROWS, TERMS].
+    weight_boxes: descriptor of the rows of all weights, boxes [TERMS, COLUMNS]. Both are None if operands are read by
+    pointers. See [Note: descriptors].
     """
     if tl.load(needed) == 0:
         return
@@ -91,30 +119,42 @@ def grouped_gemm_kernel(
     ends = _ends(offsets + group, max_rows, group < num_experts)
     starts = _ends(offsets + group - 1, max_rows, (group > 0) & (group < num_experts))
     column_tiles = tl.cdiv(outer, COLUMNS)
-    tiles = tl.cdiv(tl.maximum(ends - starts, 0), ROWS) * column_tiles
+    covered = tl.maximum(ends - starts, 0)
+    if x_boxes is not None:
+        covered += tl.where(covered > 0, starts % ROWS, 0)
+    tiles = tl.cdiv(covered, ROWS) * column_tiles
     tile_ends = tl.cumsum(tiles, 0)
-    for tile in tl.range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0)):
+    # See [Note: registers].
+    IS_LARGEST: tl.constexpr = COLUMNS >= 256
+    for tile in tl.range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0), disable_licm=IS_LARGEST):
         expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
         chosen = group == expert
         start = tl.sum(tl.where(chosen, starts, 0), 0)
         end = tl.sum(tl.where(chosen, ends, 0), 0)
         local = tile - tl.sum(tl.where(chosen, tile_ends - tiles, 0), 0)
-        row_tile, column_tile = _near_tile(local, tl.cdiv(end - start, ROWS), column_tiles)
-        first_row = start + row_tile * ROWS
+        first_row = start - start % ROWS if x_boxes is not None else start
+        row_tile, column_tile = _near_tile(local, tl.cdiv(end - first_row, ROWS), column_tiles)
+        first_row += row_tile * ROWS
         rows = first_row + tl.arange(0, ROWS)
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         term = tl.arange(0, TERMS)
-        # Rows and columns beyond the last one are replaced with valid ones, whose sums are not stored.
-        # Masked loads require that only in pages, where the compiler otherwise spills registers.
-        read_rows = tl.minimum(rows, end - 1) if IS_EVEN or X_PAGE > 0 else rows
-        read_columns = columns % outer if IS_EVEN else columns
-        x_rows = find_tile(x_table, first_row, read_rows, end, X_PAGE)
-        x_at = x + x_rows[:, None].to(tl.int64) * x_row + term[None, :].to(tl.int64) * x_column
-        weight_at = weight + expert.to(tl.int64) * weight_expert
-        weight_at += term[:, None].to(tl.int64) * weight_row + read_columns[None, :].to(tl.int64) * weight_column
+        if x_boxes is not None:
+            first_x = find_rows(x_table, first_row, first_row < end, X_PAGE)
+        else:
+            # Rows and columns beyond the last one are replaced with valid ones, whose sums are not stored.
+            # Masked loads require that only in pages, where the compiler otherwise spills registers.
+            read_rows = tl.minimum(rows, end - 1) if IS_EVEN or X_PAGE > 0 else rows
+            read_columns = columns % outer if IS_EVEN else columns
+            x_rows = find_tile(x_table, first_row, read_rows, end, X_PAGE)
+            x_at = x + x_rows[:, None].to(tl.int64) * x_row + term[None, :].to(tl.int64) * x_column
+            weight_at = weight + expert.to(tl.int64) * weight_expert
+            weight_at += (term[:, None] * weight_row).to(tl.int64) + read_columns[None, :].to(tl.int64) * weight_column
         sums = tl.zeros([ROWS, COLUMNS], tl.float32)
         for first in tl.range(0, inner, TERMS):
-            if IS_EVEN:
+            if x_boxes is not None:
+                left = x_boxes.load([first_x, first])
+                right = weight_boxes.load([expert * inner + first, column_tile * COLUMNS])
+            elif IS_EVEN:
                 left = tl.load(x_at)
                 right = tl.load(weight_at)
             else:
@@ -122,11 +162,14 @@ def grouped_gemm_kernel(
                 is_weight = (term[:, None] < inner - first) & (columns[None, :] < outer)
                 right = tl.load(weight_at, mask=is_weight, other=0)
             sums = tl.dot(left, right, sums, input_precision="ieee")
-            x_at += TERMS * x_column
-            weight_at += TERMS * weight_row
+            if x_boxes is None:
+                x_at += TERMS * x_column
+                weight_at += TERMS * weight_row
         out_rows = find_tile(out_table, first_row, rows, end, OUT_PAGE)
         out_at = out + out_rows[:, None].to(tl.int64) * out_row + columns[None, :]
         is_out = (rows < end)[:, None] & (columns[None, :] < outer)
+        if x_boxes is not None:
+            is_out &= (rows >= start)[:, None]
         if scale is not None:
             sums = tl.load(out_at, mask=is_out, other=0).to(tl.float32) + sums * scale
         tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_out)
@@ -244,13 +287,17 @@ def grouped_gemm(
     x_sizes: Sequence[int] = (),
     out_table: Tensor | None = None,
     out_sizes: Sequence[int] = (),
+    loads: Loads = Loads.POINTERS,
 ) -> None:
     """Multiplies the rows of expert i by weight[i]. x: [C, H]; weight: [e, H, O]; out: [C, O]; one float dtype.
 
-    x and out may be in pages. Raises ValueError for tables and sizes that do not fit the operands.
+    x and out may be in pages. loads: descriptors are for measurements. Raises ValueError for tables and sizes that do
+    not fit the operands, and for operands that descriptors cannot read.
     """
     x_pages, out_pages, needed = (x_table, x_sizes), (out_table, out_sizes), offsets[-1:]
-    _launch_grouped_gemm(x, weight, offsets=offsets, needed=needed, out=out, x_pages=x_pages, out_pages=out_pages)
+    _launch_grouped_gemm(
+        x, weight, offsets=offsets, needed=needed, out=out, x_pages=x_pages, out_pages=out_pages, loads=loads
+    )
 
 
 def grouped_gemm_weight_grad(
@@ -370,6 +417,7 @@ def _launch_grouped_gemm(
     x_pages: Paging = NO_PAGES,
     out_pages: Paging = NO_PAGES,
     names: tuple[str, str] = ("x", "out"),
+    loads: Loads = Loads.POINTERS,
 ) -> None:
     """Launches grouped_gemm_kernel. scale: factor of the result that is added to `out`; None overwrites `out`.
 
@@ -387,10 +435,38 @@ def _launch_grouped_gemm(
     else:
         max_rows, x_strides, out_strides, pages = x.shape[0], x.stride(), out.stride(), (0, 0)
     strides = (*x_strides, *weight.stride(), *out_strides)
-    launch, tile_rows, column_tiles = _product(x.dtype, out.dtype, shape, strides, scale, pages)
-    # The last tile of each expert's rows may be partly empty.
+    launch, tile_rows, column_tiles = _product(x.dtype, out.dtype, shape, strides, scale, pages, loads)
+    # The last tile of each expert's rows may be partly empty, and the first one too if it is read by descriptors.
     tiles = (-(-max_rows // tile_rows) + shape[0]) * column_tiles
-    launch(tiles, (x, weight, offsets, needed, out, x_pages[0], out_pages[0]), (max_rows,))
+    tensors = (x, weight, offsets, needed, out, x_pages[0], out_pages[0])
+    if loads is Loads.POINTERS:
+        launch(tiles, tensors, (max_rows,))
+    else:
+        launch(tiles, tensors, (max_rows, *_boxes(x, weight, page=pages[0])))
+
+
+def _boxes(x: Tensor, weight: Tensor, *, page: int) -> tuple[TensorDescriptor, TensorDescriptor]:
+    """Returns descriptors of x, an arena, [elements], and of weights, [e, H, O], x's dtype. See [Note: descriptors].
+
+    page: rows of a page of x, 0 without pages. Raises ValueError for operands that descriptors cannot read.
+    """
+    experts, inner, outer = weight.shape
+    tile = product_tile(x.dtype, inner, outer)
+    rows, columns, terms = tile["ROWS"], tile["COLUMNS"], tile["TERMS"]
+    if page == 0 or page % rows:
+        raise ValueError(
+            f"x has pages of {page} rows, but boxes of descriptors need pages of a multiple of {rows} rows"
+        )
+    if not _is_even(inner, outer):
+        raise ValueError(f"weight has [{inner}, {outer}] for an expert, but boxes need multiples of 16")
+    if not weight.is_contiguous() or any(one.data_ptr() % 16 for one in (x, weight)):
+        raise ValueError("x and weight must start at a multiple of 16 bytes, and weight must be contiguous")
+    if x.is_cuda and torch.cuda.get_device_capability(x.device) < (9, 0):
+        raise ValueError(f"{x.device} must have at least sm_90: older ones have no descriptors")
+    return (
+        TensorDescriptor(x, [x.numel() // inner, inner], [inner, 1], [rows, terms]),
+        TensorDescriptor(weight, [experts * inner, outer], [outer, 1], [terms, columns]),
+    )
 
 
 @functools.lru_cache(MAX_PREPARED)
@@ -401,10 +477,12 @@ def _product(
     strides: tuple[int, ...],
     scale: float | None,
     pages: tuple[int, int],
+    loads: Loads,
 ) -> tuple[PreparedLaunch, int, int]:
     """Returns a launch of grouped_gemm_kernel, the rows of a tile, and the number of tiles in a row; 0 without experts.
 
-    shape: [e, H, O]; strides: x, weight, out; pages: rows of a page of x and of out, 0 without pages.
+    shape: [e, H, O]; strides: x, weight, out; pages: rows of a page of x and of out, 0 without pages. With descriptors,
+    launches have them as counts, in the order of x_boxes and weight_boxes.
     """
     check_dtypes(dtype, out_dtype)
     experts, inner, outer = shape
@@ -415,7 +493,9 @@ def _product(
     sizes = {"scale": scale, "num_experts": experts, "inner": inner, "outer": outer, **dict(zip(names, strides))}
     options = {key: tile.pop(key) for key in _OPTIONS}
     constants = {"GROUPS": next_power_of_2(max(experts, 1)), "IS_EVEN": _is_even(inner, outer)}
-    fixed = {**sizes, **tile, **constants, "X_PAGE": pages[0], "OUT_PAGE": pages[1]}
+    # Descriptors are arguments of each launch.
+    boxes = {"x_boxes": None, "weight_boxes": None} if loads is Loads.POINTERS else {}
+    fixed = {**boxes, **sizes, **tile, **constants, "X_PAGE": pages[0], "OUT_PAGE": pages[1]}
     per_processor = _PRODUCTS_PER_PROCESSOR[options["num_warps"]]
     launch = PreparedLaunch(grouped_gemm_kernel, fixed, options=options, per_processor=per_processor)
     return launch, tile["ROWS"], -(-outer // tile["COLUMNS"]) if experts else 0
@@ -464,6 +544,7 @@ def compile_cases() -> Iterator[CompileCase]:
         for page, words in ((0, ""), (128, ", in pages"), (16, ", in small pages")):
             yield from _product_cases(dtype, name, page, words)
             yield from _weight_grad_cases(dtype, name, page, words)
+        yield _descriptor_case(dtype, name)
 
 
 def _product_cases(dtype: torch.dtype, name: str, page: int, words: str) -> Iterator[CompileCase]:
@@ -481,17 +562,38 @@ def _product_cases(dtype: torch.dtype, name: str, page: int, words: str) -> Iter
             weight=data,
             needed="*i32",
             out=data,
+            x_boxes=None,
+            weight_boxes=None,
             scale=scale,
-            num_experts="i32",
-            weight_expert=size,
             weight_row=row,
             weight_column=column,
-            out_row=size,
-            GROUPS=32,
-            **_table_case("out", page),
+            **_sizes_case(page),
             **_x_case(data, x_page),
             **tile,
         )
+
+
+def _descriptor_case(dtype: torch.dtype, name: str) -> CompileCase:
+    data, size, page = f"*{name}:16", "i32:16", 128
+    tile = product_tile(dtype, 64, 64)
+    options = {key: tile.pop(key) for key in _OPTIONS}
+    case = compile_case(
+        grouped_gemm_kernel,
+        f"grouped_gemm by descriptors, {name}",
+        options=options,
+        weight=data,
+        needed="*i32",
+        out=data,
+        x_boxes=f"tensordesc<{name}[{tile['ROWS']}, {tile['TERMS']}]>",
+        weight_boxes=f"tensordesc<{name}[{tile['TERMS']}, {tile['COLUMNS']}]>",
+        scale=None,
+        weight_row=size,
+        weight_column=1,
+        **_sizes_case(page),
+        **_x_case(data, page),
+        **tile,
+    )
+    return replace(case, first_architecture=90)
 
 
 def _weight_grad_cases(dtype: torch.dtype, name: str, page: int, words: str) -> Iterator[CompileCase]:
@@ -524,6 +626,12 @@ def _x_case(data: str, page: int) -> dict[str, object]:
     size = "i32:16"
     shapes = {"inner": size, "outer": size, "max_rows": "i32", "offsets": "*i32:16", "IS_EVEN": True}
     return {**shapes, "x": data, "x_row": size, "x_column": 1, **_table_case("x", page)}
+
+
+def _sizes_case(page: int) -> dict[str, object]:
+    """Returns the arguments that all cases of products share. page: rows of a page of out, 0 without pages."""
+    sizes = {"num_experts": "i32", "weight_expert": "i32:16", "out_row": "i32:16", "GROUPS": 32}
+    return {**sizes, **_table_case("out", page)}
 
 
 def _table_case(name: str, page: int) -> dict[str, object]:

@@ -40,7 +40,7 @@ compilation.
 A copy should run while experts compute. A program of copy_kernel is therefore small: 4 warps of MAX_REGISTERS, which
 are 16% of the registers of a streaming multiprocessor (SM), with 8 KiB of loads in flight and no shared memory. On
 sm_90 a program of a grouped GEMM (triton_grouped_gemm.py) leaves each quarter of an SM that many registers for a warp,
-except in five of the hot shapes, which tests/unit_tests/core/test_compiled_kernels.py lists. num_programs is the
+except in three of the hot shapes, which tests/unit_tests/core/test_compiled_kernels.py lists. num_programs is the
 maximum number of programs of a launch: COPIES_PER_PROCESSOR for each SM of --moe-paged-stash-copy-sms. Without a limit,
 the default, they fill every SM. On an H200 (docs/gpu_results.md) GEMMs are then delayed by 0.86 to 0.90 of the time
 that the copies take alone, and by 0.89 to 1.5 with one program on each SM: a grouped GEMM has one program for each SM,

@@ -161,6 +161,81 @@ def test_one_operand_of_a_product(
     both(launch, {"out": out[:live]}, {"out"}, counts=counts, page_rows=page_rows)
 
 
+# Pages of whole tiles. The last one has a tile in which three experts have rows.
+WHOLE_TILES = [
+    (BF16, 128, RAGGED),
+    (BF16, 384, ACROSS),
+    (BF16, 128, EMPTY),
+    (FP32, 64, RAGGED),
+    (FP32, 128, [9, 8, 90]),
+]
+
+
+@pytest.mark.parametrize(("dtype", "page_rows", "counts"), WHOLE_TILES)
+@pytest.mark.parametrize(("inner", "outer"), [(32, 48), (80, 272)])
+def test_products_by_descriptors(
+    interpreted: Interpreted, dtype: torch.dtype, page_rows: int, counts: list[int], inner: int, outer: int
+) -> None:
+    # Rows have other places in tiles than with pointers. The interpreter multiplies with the CPU's BLAS, whose rounding
+    # depends on the place, unlike a GPU's. Sums of small integers are exact.
+    weight, live = rand(len(counts), inner, outer).mul(8).round().to(dtype), sum(counts)
+    launch = by_descriptors(interpreted("triton_grouped_gemm"), weight, counts)
+    values = {"x": rand(live, inner).mul(8).round().to(dtype), "out": nans(live, outer, dtype=dtype)}
+    both(launch, values, {"out"}, counts=counts, page_rows=page_rows)
+
+
+def by_descriptors(kernels: ModuleType, weight: Tensor, counts: list[int]) -> Launch:
+    """Returns a product that reads rows in pages by descriptors, and other rows by pointers."""
+
+    def launch(x: Tensor, out: Tensor, **pages: Any) -> None:
+        loads = kernels.Loads.DESCRIPTORS if pages else kernels.Loads.POINTERS
+        kernels.grouped_gemm(x, weight, offsets=ends_of(counts), out=out, **pages, loads=loads)
+
+    return launch
+
+
+WRONG_BOXES: list[tuple[str, dict[str, Any]]] = [
+    ("pages of 16 rows, but boxes of descriptors need pages of a multiple of 128 rows", {"page_rows": 16}),
+    ("pages of 144 rows", {"page_rows": 144}),
+    (r"weight has \[32, 40\] for an expert, but boxes need multiples of 16", {"outer": 40}),
+    ("weight must be contiguous", {"is_stored": False}),
+    ("must start at a multiple of 16 bytes", {"offset": 1}),
+]
+
+
+@pytest.mark.parametrize(("words", "change"), WRONG_BOXES, ids=[words for words, _ in WRONG_BOXES])
+def test_operands_that_descriptors_cannot_read_are_refused(
+    interpreted: Interpreted, words: str, change: dict[str, Any]
+) -> None:
+    page_rows, outer = change.get("page_rows", 128), change.get("outer", 48)
+    weight = weights(BF16, 2, 32, outer) if "is_stored" in change else rand(2, 32, outer, dtype=BF16)
+    launch = by_descriptors(interpreted("triton_grouped_gemm"), weight, [9, 8])
+    x = Paged(rand(17, 32, dtype=BF16), page_rows=page_rows, max_rows=20).rows
+    arena = torch.cat([x.arena.new_zeros(8), x.arena])[change.get("offset", 8) :]
+    out = nans(20, outer, dtype=BF16)
+    with pytest.raises(ValueError, match=words):
+        launch(x=arena, out=out, x_table=x.table, x_sizes=x.sizes)
+    assert out.isnan().all()
+
+
+def test_rows_without_pages_have_no_descriptor(interpreted: Interpreted) -> None:
+    kernels = interpreted("triton_grouped_gemm")
+    x, weight, out = rand(9, 32), rand(1, 32, 48), rand(9, 48)
+    with pytest.raises(ValueError, match="x has pages of 0 rows"):
+        kernels.grouped_gemm(x, weight, offsets=ends_of([9]), out=out, loads=kernels.Loads.DESCRIPTORS)
+
+
+def test_boxes_across_pages_would_be_wrong(interpreted: Interpreted, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = interpreted("triton_grouped_gemm")
+    checked = kernels._boxes
+    monkeypatch.setattr(kernels, "_boxes", lambda x, weight, *, page: checked(x, weight, page=128))
+    launch = by_descriptors(kernels, rand(1, 32, 48, dtype=BF16), [140])
+    values = {"x": rand(140, 32, dtype=BF16), "out": nans(140, 48, dtype=BF16)}
+    # The first tile of 128 rows ends in the second page.
+    with pytest.raises(AssertionError):
+        both(launch, values, {"out"}, counts=[140], page_rows=96)
+
+
 @pytest.mark.parametrize(("dtype", "page_rows", "counts"), PAGES)
 @pytest.mark.parametrize(("inner", "outer"), [(32, 48), (7, 20)], ids=["even", "odd"])
 @pytest.mark.parametrize("is_added", [False, True], ids=["written", "added"])
