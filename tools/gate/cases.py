@@ -374,7 +374,7 @@ GRAPHS = (
     Case("step graph: few pages", f"{SMALL_PAGES} {DEVICE} 0.3 {HOST} 0.4 {ROUTER} {STEP}", program=TAPES),
     Case(
         "step graph: overflow and retry",
-        f"{SMALL_PAGES} {EP} {DEVICE} 0.6 {ROUTER} --moe-expert-rank-capacity-factor 1.05 --lr 0.03 {STEP} "
+        f"{SMALL_PAGES} {EP} {DEVICE} 0.1 {ROUTER} --moe-expert-rank-capacity-factor 1.05 --lr 0.03 {STEP} "
         "--cuda-graph-warmup-steps 1",
         ranks=2,
         program=TAPES,
