@@ -35,8 +35,8 @@ class HeldBytes:
     """Bytes at one moment.
 
     rows, wire, index: live storages of that Kind. pages: all allocated pages. restored: buffers of restored rows.
-    scratch: buffers of the pool in which a group computes that has no pages. live: bytes of the rows in pages. tensors:
-    number of tensors stored in pages.
+    scratch: one set of the pool's scratch, as large as the largest group. live: bytes of the rows in pages. tensors: number
+    of tensors stored in pages.
     """
 
     rows: int = 0
@@ -164,7 +164,8 @@ class ExpertBytes(TorchDispatchMode):
     def _follow_pages_sync(self, name: str, args: tuple[Any, ...], *, kwargs: dict[str, Any]) -> None:
         """Tracks the owners of pages from the records written by the pool's operators. NOTE: reads the device."""
         peaks = self.peaks
-        if name == "restore":
+        # Rows on the host of a group that computes in pages are restored into the scratch, which is counted already.
+        if name == "restore" and not kwargs["host_only"]:
             for target in kwargs["targets"]:
                 storage = target.untyped_storage()
                 self._returned[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
@@ -174,7 +175,8 @@ class ExpertBytes(TorchDispatchMode):
         elif name in ("plan", "release"):
             if kwargs.get("places") is not None:
                 in_buffers = sum(one.row_bytes * one.max_rows for one in split_tensors(kwargs["tensors"]))
-                peaks.working_set = self._scratch = max(peaks.working_set, in_buffers)
+                peaks.working_set = max(peaks.working_set, in_buffers)
+                self._scratch = max(self._scratch, in_buffers)
             held, page_bytes = kwargs["held"], kwargs["layout"][0]
             for one in split_tensors(kwargs["tensors"]):
                 pages, rows = held[one.slot, Held.PAGES].item(), held[one.slot, Held.ROWS].item()

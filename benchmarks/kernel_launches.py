@@ -41,6 +41,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     encode_tensors,
 )
 from megatron.core.transformer.moe.paged_stash.triton_grouped_gemm import Loads
+from megatron.core.transformer.moe_config import GPU_ROW_ALIGNMENT
 
 MODULES: tuple[ModuleType, ...] = (
     triton_grouped_gemm,
@@ -167,7 +168,7 @@ def _pages_of(name: str, shape: tuple[int, int], page_rows: int, *, dtype: torch
 class Product:
     """Sizes of a grouped GEMM [C, inner] x [e, inner, outer]. is_stored: whether rows of weights are contiguous.
 
-    page_rows: rows of a page of x and of out, 0 without pages.
+    page_rows: rows of a page of x and of out, 0 without pages. row_alignment: a divisor of the rows of each expert.
     """
 
     dtype: str
@@ -178,6 +179,7 @@ class Product:
     is_stored: bool = True
     is_aligned: bool = True
     page_rows: tuple[int, int] = (0, 0)
+    row_alignment: int = 1
 
     def pages(self, *names: str) -> dict[str, Any]:
         """Returns tables and sizes of x and out. names: of x and out, or of x alone."""
@@ -220,14 +222,15 @@ class Product:
         """Launches the weight gradient, with the strides of the weights, from a contiguous gradient."""
         one = replace(self, page_rows=(self.page_rows[0], 0))
         x, weight, offsets, grad = one.operands()
-        triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=weight, **one.pages("x"))
+        more = {"row_alignment": self.row_alignment, **one.pages("x")}
+        triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=weight, **more)
 
     def added_weight_grad(self) -> None:
         """Launches the weight gradient, scaled and accumulated into fp32 memory."""
         one = replace(self, page_rows=(self.page_rows[0], 0))
         x, weight, offsets, grad = one.operands()
         main_grad = torch.empty_like(weight, dtype=torch.float32)
-        more = {"scale": 0.5, "is_added": True, **one.pages("x")}
+        more = {"scale": 0.5, "is_added": True, "row_alignment": self.row_alignment, **one.pages("x")}
         triton_grouped_gemm.grouped_gemm_weight_grad(x, grad, offsets=offsets, out=main_grad, **more)
 
 
@@ -519,6 +522,10 @@ def _product(product: Product, more: str) -> Iterator[Launch]:
     yield from launches(f"product, {words}", product.forward)
     yield from launches(f"added product, {words}", product.added)
     yield from launches(f"weight gradient, {words}", product.weight_grad)
+    # Padded experts are in buffers, whose addresses are aligned.
+    if product.is_aligned and product.rows % GPU_ROW_ALIGNMENT == 0:
+        padded = replace(product, row_alignment=GPU_ROW_ALIGNMENT)
+        yield from launches(f"weight gradient, padded, {words}", padded.weight_grad)
 
 
 GATED = ("swiglu", "geglu", "geglu_tanh", "quick_geglu")
@@ -675,8 +682,8 @@ class HotModel:
 
         They include the activation of dynamic experts.
         """
-        fc1 = Product("bf16", self.experts, self.hidden, 2 * self.ffn)
-        fc2 = Product("bf16", self.experts, self.ffn, self.hidden)
+        fc1 = Product("bf16", self.experts, self.hidden, 2 * self.ffn, row_alignment=GPU_ROW_ALIGNMENT)
+        fc2 = Product("bf16", self.experts, self.ffn, self.hidden, row_alignment=GPU_ROW_ALIGNMENT)
         # Gradients of rows are GEMMs with the transposed weights.
         back1 = Product("bf16", self.experts, 2 * self.ffn, self.hidden, is_stored=False)
         back2 = Product("bf16", self.experts, self.hidden, self.ffn, is_stored=False)
@@ -711,7 +718,8 @@ class HotModel:
         """Yields the launches that read or write x and gate_up in pages of at least 128 rows of each."""
         elements = 128 * math.lcm(self.hidden, 2 * self.ffn)
         x_rows, gate_up_rows = elements // self.hidden, elements // (2 * self.ffn)
-        fc1 = Product("bf16", self.experts, self.hidden, 2 * self.ffn, page_rows=(x_rows, gate_up_rows))
+        pages = {"page_rows": (x_rows, gate_up_rows), "row_alignment": GPU_ROW_ALIGNMENT}
+        fc1 = Product("bf16", self.experts, self.hidden, 2 * self.ffn, **pages)
         run = functools.partial(
             activation, "bf16", self.ffn, form=ActivationForm(), scale="fp32", page_rows=gate_up_rows
         )

@@ -18,7 +18,8 @@ from typing import Any
 if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.transformer.moe.paged_stash.sizing import least_page_size
+from megatron.core.transformer.moe.paged_stash.page_layout import DEFAULT_PAGE_SIZE
+from megatron.core.transformer.moe.paged_stash.sizing import least_page_size, usual_page_size
 from megatron.pages.page import MissingPackageError
 from megatron.planner.stash.costs import Machine, stage_costs, verdict
 from megatron.planner.stash.outlook import (
@@ -221,6 +222,10 @@ def _check_page_size(size: int, flags: StashFlags) -> None:
     if not flags.stash_computes_in_pages:
         if size & (size - 1):
             raise ValueError(f"--plan-page-sizes has {size}: must be powers of two")
+    elif plans_for_gpu() and size == DEFAULT_PAGE_SIZE:
+        raise ValueError(
+            f"--plan-page-sizes has {size}, which a run takes for the default: must be its size, {usual_page_size(flags)}"
+        )
     elif plans_for_gpu() and size % least_page_size(flags):
         raise ValueError(
             f"--plan-page-sizes has {size}: must be multiples of {least_page_size(flags)}, so that a page holds whole "
@@ -229,11 +234,13 @@ def _check_page_size(size: int, flags: StashFlags) -> None:
 
 
 def _usual_page_sizes(flags: StashFlags, *, largest: int) -> list[int]:
-    """Returns the given page size, a quarter of it, and four times it, up to the size of a whole buffer."""
-    given = flags.moe_paged_stash_page_size
-    unit = least_page_size(flags) if flags.stash_computes_in_pages and plans_for_gpu() else 1
+    """Returns a quarter of the given page size, the size itself and four times it, as far as a run could have them."""
+    given, is_in_pages_of_gpu = flags.moe_paged_stash_page_size, flags.stash_computes_in_pages and plans_for_gpu()
+    unit = least_page_size(flags) if is_in_pages_of_gpu else 1
     quarter, fourfold = given // 4 // unit * unit, min(given * 4, largest) // unit * unit
-    return sorted({max(unit, quarter), given, max(given, fourfold)})
+    sizes = {max(unit, quarter), given, max(given, fourfold)}
+    # There a run takes this size for the usual one.
+    return sorted(sizes - {DEFAULT_PAGE_SIZE} if is_in_pages_of_gpu else sizes)
 
 
 def _add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

@@ -315,6 +315,7 @@ class PageKeeper:
         group.pages, group.phase = pages, Phase.STASHED
         return pages
 
+    @torch.compiler.disable  # as stash
     def place_in_scratch(
         self, group: GroupMemory, specs: Sequence[TensorSpec], dtype: torch.dtype, *, num_rows: Tensor
     ) -> list[PagedRows]:

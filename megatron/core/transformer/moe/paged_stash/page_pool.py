@@ -255,8 +255,7 @@ class PagePool:
         scratch_set: the set of scratch pages in which rows without pages on the device are computed. is_fixed: whether
         a CUDA graph that is being captured will repeat the group's calls. Its table entries are then never reused.
         """
-        if not self.device_pages.nbytes + self.host_pages.nbytes:
-            raise RuntimeError("the pool is closed: it has no pages")
+        self._check_open()
         if not specs:
             raise ValueError("specs is empty: must contain at least one tensor")
         if is_fixed:
@@ -309,7 +308,9 @@ class PagePool:
 
         The caller must `take_scratch`. Raises ValueError for rows with gaps or rows that do not fit the scratch.
         """
+        self._check_open()
         start = scratch_set * self.scratch_pages
+        # _scratch_places is a table of the scratch's own pages, so a set begins at the same entry as in the scratch.
         placed, _, required = _placement_of(tuple(specs), self.layout, start=start, slot=0, scratch_start=start)
         self._check_scratch(placed, required)
         return [self._paged_rows(one, self._scratch_places, dtype) for one in placed]
@@ -401,6 +402,10 @@ class PagePool:
     def forget_scratch(self) -> None:
         """Ends any use of the scratch, such as that of a graph whose capture has ended."""
         self._scratch_users = [None] * self.scratch_sets
+
+    def _check_open(self) -> None:
+        if not self.device_pages.nbytes + self.host_pages.nbytes:
+            raise RuntimeError("the pool is closed: it has no pages")
 
     def _check_scratch(self, tensors: Sequence[PlacedTensor], required: tuple[int, bool]) -> None:
         needed, has_gaps = required

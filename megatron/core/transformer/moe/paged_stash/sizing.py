@@ -144,8 +144,7 @@ def page_size_on_gpu(config: StashSettings) -> int:
     if not config.stash_computes_in_pages:
         return size
     widths, least = _widths(config), least_page_size(config)
-    if size == DEFAULT_PAGE_SIZE:
-        size = TILE_ROWS * least
+    size = usual_page_size(config) if size == DEFAULT_PAGE_SIZE else size
     if given is not None and given < size * widths[0]:
         raise ValueError(
             f"moe_paged_stash_buffer_bytes is {given}: must be at least one page, {size * widths[0]} bytes "
@@ -157,6 +156,14 @@ def page_size_on_gpu(config: StashSettings) -> int:
             f"and gate_up ({' and '.join(map(str, widths))} bytes), or moe_paged_stash_compute must be copies"
         )
     return size
+
+
+def usual_page_size(config: StashSettings) -> int:
+    """Returns the rows of hidden size in a page of a GPU in which experts compute, if no size is requested.
+
+    It holds at least a tile of the kernels. DEFAULT_PAGE_SIZE stands for it.
+    """
+    return TILE_ROWS * least_page_size(config)
 
 
 def least_page_size(config: StashSettings) -> int:

@@ -223,33 +223,45 @@ def weight_grad_kernel(
     # See [Note: lookups] in triton_pages.py.
     IS_WHOLE: tl.constexpr = IS_ALIGNED and X_PAGE > 0 and X_PAGE % TERMS == 0
     whole = end if IS_ALIGNED else start + (end - start) // TERMS * TERMS
-    term = start + tl.arange(0, TERMS)
-    grad_at += term[:, None].to(tl.int64) * grad_row
     if X_PAGE > 0:
-        ahead = find_tile(x_table, start, term, end, X_PAGE, IS_WHOLE)
-    else:
-        x_at += term[None, :].to(tl.int64) * x_row
+        ahead = find_tile(x_table, start, start + tl.arange(0, TERMS), end, X_PAGE, IS_WHOLE)
+    # Pointers that advance take fewer instructions, but more registers, which are scarce if loads are not asynchronous.
+    ADVANCES: tl.constexpr = IS_ALIGNED and IS_EVEN
+    if ADVANCES:
+        term = start + tl.arange(0, TERMS)
+        right_at = grad_at + term[:, None].to(tl.int64) * grad_row
+        if X_PAGE == 0:
+            left_at = x_at + term[None, :].to(tl.int64) * x_row
     for first in tl.range(start, whole, TERMS):
-        x_term_at = x_at + ahead[None, :].to(tl.int64) * x_row if X_PAGE > 0 else x_at
+        if not ADVANCES:
+            term = first + tl.arange(0, TERMS)
+            right_at = grad_at + term[:, None].to(tl.int64) * grad_row
+        if X_PAGE > 0:
+            left_at = x_at + ahead[None, :].to(tl.int64) * x_row
+        elif not ADVANCES:
+            left_at = x_at + term[None, :].to(tl.int64) * x_row
         if IS_EVEN:
-            left = tl.load(x_term_at)
-            right = tl.load(grad_at)
+            left = tl.load(left_at)
+            right = tl.load(right_at)
         else:
-            left = tl.load(x_term_at, mask=is_row, other=0)
-            right = tl.load(grad_at, mask=is_column, other=0)
+            left = tl.load(left_at, mask=is_row, other=0)
+            right = tl.load(right_at, mask=is_column, other=0)
         sums = tl.dot(left, right, sums, input_precision="ieee")
-        grad_at += TERMS * grad_row
+        if ADVANCES:
+            right_at += TERMS * grad_row
+            if X_PAGE == 0:
+                left_at += TERMS * x_row
         if X_PAGE > 0:
             following = first + tl.full((), TERMS, tl.int32)
             ahead = find_tile(x_table, following, following + tl.arange(0, TERMS), end, X_PAGE, IS_WHOLE)
-        else:
-            x_at += TERMS * x_row
     if not IS_ALIGNED:
         if whole < end:
-            is_live = whole + tl.arange(0, TERMS) < end
-            x_term_at = x_at + ahead[None, :].to(tl.int64) * x_row if X_PAGE > 0 else x_at
-            left = tl.load(x_term_at, mask=is_row & is_live[None, :], other=0)
-            right = tl.load(grad_at, mask=is_column & is_live[:, None], other=0)
+            term = whole + tl.arange(0, TERMS)
+            x_term = ahead if X_PAGE > 0 else term
+            left = tl.load(x_at + x_term[None, :].to(tl.int64) * x_row, mask=is_row & (term < end)[None, :], other=0)
+            right = tl.load(
+                grad_at + term[:, None].to(tl.int64) * grad_row, mask=is_column & (term < end)[:, None], other=0
+            )
             sums = tl.dot(left, right, sums, input_precision="ieee")
     out_at = out + expert.to(tl.int64) * out_expert
     out_at += rows[:, None].to(tl.int64) * out_row + columns[None, :].to(tl.int64) * out_column
