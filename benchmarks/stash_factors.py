@@ -185,7 +185,8 @@ def train(words: Sequence[str]) -> None:
 def planned(words: Sequence[str], trace: Path, *, ranks: int) -> tuple[PlannedRun, list[RoutingSpan]]:
     """Returns a planned run with these flags on that many ranks, and its steps from a recorded routing."""
     run_config = read_run_config([*words, "--dry-run", "--world-size", str(ranks)])
-    run = planned_run(run_config, pretrain_gpt.model_provider)
+    # The experts of the recorded runs, on a CPU, are not padded.
+    run = planned_run(run_config.changed(moe_expert_row_alignment=1), pretrain_gpt.model_provider)
     spans, _ = traced_spans(read_routing(trace), run, num_groups=run.ranks.num_groups, seed=run_config.training.seed)
     return run, spans
 

@@ -31,6 +31,7 @@ from megatron.core.transformer.moe.paged_stash import (
     grouped_gemm,
 )
 from megatron.core.transformer.moe.static_rows import gather_live_rows, order_by_expert, sum_live_rows
+from megatron.core.transformer.moe_config import GPU_ROW_ALIGNMENT
 
 ACTIVATIONS = {
     "fused": GatedActivation(F.silu, True),
@@ -59,13 +60,14 @@ class Case:
         buffer: str = "ordered",
         has_more: bool = False,
         dtype: torch.dtype = torch.float32,
+        alignment: int = 1,
     ) -> None:
         """buffer: rows of all experts, rows in a larger buffer, or tokens with an order. has_more: biases, adapters."""
         width = FFN * (2 if activation.is_gated else 1)
         chosen = torch.tensor(
             [[0, 2], [2, 0], [0, 3], [2, 0], [0, 2], [3, 3], [2, 0]]
         )  # expert 1 has no rows; 3 is none
-        self.order = order_by_expert(chosen, EXPERTS, capacity=CAPACITY)
+        self.order = order_by_expert(chosen, EXPERTS, capacity=CAPACITY * alignment, alignment=alignment)
         self.offsets = self.order.rows_per_group.cumsum(0, dtype=torch.int32)
         self.live = int(self.order.num_rows)
         self.is_ordered, self.is_static = buffer == "ordered", buffer != "dynamic"
@@ -140,6 +142,22 @@ def test_results_and_gradients_have_the_bits_of_separate_functions(
     case = Case(ACTIVATIONS[activation], buffer=buffer, has_more=has_more, dtype=dtype)
     expected, output = case.apart(), case.together()
     assert_equal([output, *case.live_grads(output)], [expected, *case.live_grads(expected)])
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("has_more", [False, True], ids=["", "biases and adapters"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_padding_adds_only_zeros(activation: str, has_more: bool, dtype: torch.dtype) -> None:
+    plain, padded = (
+        Case(ACTIVATIONS[activation], has_more=has_more, dtype=dtype, alignment=alignment)
+        for alignment in (1, GPU_ROW_ALIGNMENT)
+    )
+    assert padded.live == 2 * GPU_ROW_ALIGNMENT
+    expected, output = plain.together(), padded.together()
+    # The CPU's products and sums of a different number of rows may add the same terms in a different order.
+    bound = 2 * torch.finfo(torch.promote_types(dtype, torch.float32)).eps
+    for found, same in zip([output, *padded.live_grads(output)], [expected, *plain.live_grads(expected)]):
+        assert (found.double() - same.double()).norm() <= bound * same.double().norm()
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,10 @@
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,6 +14,7 @@ from torch import Tensor
 
 from megatron.core.transformer import moe
 from megatron.core.transformer.moe import static_rows
+from megatron.core.transformer.moe.dispatch_static import StaticBudget
 from megatron.core.transformer.moe.static_rows import (
     expert_of_received_rows,
     gather_live_rows,
@@ -49,6 +52,27 @@ def test_rows_by_expert(routing: tuple[Tensor, int], blocks: int, alignment: int
     assert order.rows_per_group.sum() == order.num_rows == len(kept) and len(order.rows_per_group) == experts
     assert order.token_of_row.tolist() == [-1 if slot < 0 else slot // indices.shape[1] for slot in order.slot_of_row]
     assert_inverse(order.slot_of_row, order.row_of_slot)
+
+
+@given(st.lists(st.integers(0, 300), min_size=1, max_size=8).filter(any), st.sampled_from([1, 16, 64]))
+def test_a_buffer_has_room_for_the_padding_of_any_routing(counts: list[int], alignment: int) -> None:
+    tokens, padded = sum(counts), sum(-(-count // alignment) * alignment for count in counts)
+    budget = StaticBudget(1.0, 1, num_experts=len(counts), num_ranks=4, num_shards=1, alignment=alignment)
+    assert padded <= budget.rows_of_rank(tokens) <= tokens + len(counts) * (alignment - 1)
+    # The factor that the routing requires is the smallest one with enough rows.
+    needed = float(budget.factor_for(np.asarray(float(padded)), tokens))
+    for missing in (0, 1):
+        rows = replace(budget, factor=needed - 1.5 * missing / tokens).rows_of_rank(tokens)
+        assert (rows >= padded) == (missing == 0)
+
+
+@pytest.mark.parametrize(("experts", "tokens"), [(1, 1024), (16, 4096), (64, 1024), (64, 128)])
+def test_balanced_rows_include_the_mean_padding(experts: int, tokens: int) -> None:
+    budget = StaticBudget(2.0, 1, num_experts=experts, num_ranks=4, num_shards=1, alignment=64)
+    counts = np.random.default_rng(1).multinomial(4 * tokens, np.full(4 * experts, 0.25 / experts), size=200)
+    mean = (-(-counts // 64) * 64).sum(axis=1).mean() / 4
+    assert budget.balanced_live_rows(tokens) == pytest.approx(mean, rel=0.05)
+    assert replace(budget, alignment=1).balanced_live_rows(tokens) == tokens
 
 
 @given(routings(), st.integers(1, 4), st.integers(0, 12))
