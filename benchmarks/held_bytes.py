@@ -35,8 +35,8 @@ class HeldBytes:
     """Bytes at one moment.
 
     rows, wire, index: live storages of that Kind. pages: all allocated pages. restored: buffers of restored rows.
-    scratch: one set of the pool's scratch, as large as the largest group. live: bytes of the rows in pages. tensors: number
-    of tensors stored in pages.
+    scratch: one set of the pool's scratch, as large as the largest group. live: bytes of the rows in pages. tensors:
+    number of tensors stored in pages.
     """
 
     rows: int = 0

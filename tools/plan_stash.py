@@ -224,7 +224,7 @@ def _check_page_size(size: int, flags: StashFlags) -> None:
             raise ValueError(f"--plan-page-sizes has {size}: must be powers of two")
     elif plans_for_gpu() and size == DEFAULT_PAGE_SIZE:
         raise ValueError(
-            f"--plan-page-sizes has {size}, which a run takes for the default: must be its size, {usual_page_size(flags)}"
+            f"--plan-page-sizes has {size}, which stands for the default: must be its size, {usual_page_size(flags)}"
         )
     elif plans_for_gpu() and size % least_page_size(flags):
         raise ValueError(
