@@ -24,8 +24,9 @@ The gradient of the weights then sums whole tiles of one expert's rows, without 
 GPU_ROW_ALIGNMENT, for all static buffers, so that sums have the same order with and without a stash. On a CPU it is 1.
 Padding is live: kernels compute it, and a stash has pages for it. Its output is not read, and its gradients are zeros,
 which change no sum. An expert has at most alignment - 1 rows of padding, which C provides in addition to the rows of
-the capacity factor. So padding never displaces a token's row, and the factor that a routing requires is independent of
-padding: it is the smallest factor whose buffers hold the routing's rows and padding.
+the capacity factor. So padding never displaces a token's row. The factor that a routing requires is the smallest one
+whose buffers hold its rows and its actual padding. It is at most the factor that its rows alone require, and negative
+if all of them fit into the room for padding.
 """
 
 import math

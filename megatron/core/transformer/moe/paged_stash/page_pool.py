@@ -342,8 +342,8 @@ class PagePool:
             if user.is_late:
                 raise RuntimeError(
                     f"the expert group {name!r} would overwrite rows of {user.name!r}, whose weight gradients have not "
-                    "been computed yet: compute them before the next group runs, or use no pages on the host "
-                    "(moe_paged_stash_buffer_size_factor_cpu 0), or --moe-paged-stash-compute copies"
+                    "been computed yet: compute them before another group needs the same scratch, or use no pages on "
+                    "the host (moe_paged_stash_buffer_size_factor_cpu 0), or --moe-paged-stash-compute copies"
                 )
             if user.thread is not None and user.thread != thread:
                 raise RuntimeError(
