@@ -165,7 +165,7 @@ class ExpertBytes(TorchDispatchMode):
         """Tracks the owners of pages from the records written by the pool's operators. NOTE: reads the device."""
         peaks = self.peaks
         # Rows on the host of a group that computes in pages are restored into the scratch, which is counted already.
-        if name == "restore" and not kwargs["host_only"]:
+        if name == "restore" and not kwargs.get("host_only", False):
             for target in kwargs["targets"]:
                 storage = target.untyped_storage()
                 self._returned[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
