@@ -133,8 +133,9 @@ class StaticBudget:
 
         rows_needed: rows including padding, a multiple of alignment, fp32 or fp64. num_tokens: T, tokens per rank.
         """
+        padding = self._most_padding
         # Without padding the subtraction is skipped, because on a GPU it is a launch.
-        rows = rows_needed - self._most_padding if self._most_padding else rows_needed
+        rows = rows_needed - padding if padding else rows_needed
         return rows / max(1, self.balanced_rows(num_tokens))
 
     def balanced_rows(self, num_tokens: int) -> int:

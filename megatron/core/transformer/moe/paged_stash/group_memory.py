@@ -203,20 +203,17 @@ class PageKeeper:
         self._stash_stream, self._restore_stream = streams.stash, streams.restore
         self._reading: list[Reading] = []
         self._lock, self._depth = threading.RLock(), 0
-        # Modes before the outermost use of `exclusive`.
+        # Modes before the outermost `with`.
         self._has_grad = False
         self._inference: torch.inference_mode | None = None
         self._gone: deque[GroupPages] = deque()  # pages of collected groups, not yet released
         self._has_copied = False  # whether a group was copied since the last reset
 
-    def exclusive(self) -> "PageKeeper":
+    def __enter__(self) -> None:
         """Excludes other threads, and finalizers, which Python may run at any time. Disables grad mode.
 
-        The keeper is the context itself, because a generator costs the host several times as much.
+        The keeper itself is the context, because a generator costs the host several times as much.
         """
-        return self
-
-    def __enter__(self) -> None:
         self._lock.acquire()
         self._depth += 1
         if self._depth > 1:

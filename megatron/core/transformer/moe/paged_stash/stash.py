@@ -203,7 +203,7 @@ class PagedStash:
         self._part: CapturedPart | None = None  # part whose forward or backward is being captured
         self._is_enabled = True
         self._is_spoiled = False  # whether an exception ended a context of this step
-        with self._keeper.exclusive():  # independent of the caller's grad mode
+        with self._keeper:  # independent of the caller's grad mode
             self._reserve = Reserve(pool.layout, pool.device, share=reserved_share)
             if specs:
                 for group in {event.group for event in self.order.events} - resident_groups(self.order.events):
@@ -309,7 +309,7 @@ class PagedStash:
         Rows that are still in pages are lost, and their backward raises RuntimeError. Restored rows remain valid.
         enabled: False disables the contexts of the next step.
         """
-        with self._keeper.exclusive():
+        with self._keeper:
             is_complete = not any(self._keeper.is_waiting(group) for group in self._groups.values())
             for group in self._groups.values():
                 group.placed = []  # views of the arena, which may be freed next
@@ -365,7 +365,7 @@ class PagedStash:
                 f"share is {share}, but the stash was built with reserved_share 0: build it with a value above 0"
             )
         if share != self.reserved_share:
-            with self._keeper.exclusive():
+            with self._keeper:
                 self._reserve.set_share(share)
 
     @property
@@ -380,7 +380,7 @@ class PagedStash:
 
     def join(self) -> None:
         """Makes the main stream wait for all copies, as `reset` does."""
-        with self._keeper.exclusive():
+        with self._keeper:
             self._keeper.join_all()
             # A graph that is replayed next may compute there.
             self.pool.empty_scratch()
@@ -391,14 +391,14 @@ class PagedStash:
 
         The capture and each replay must follow a reset. The graph uses memory of this object, which must outlive it.
         """
-        with self._keeper.exclusive():
+        with self._keeper:
             # At its end a capture must join all streams that took part, and it cannot join others.
             self._keeper.fork()
         try:
             yield
             self.join()
         finally:
-            with self._keeper.exclusive():
+            with self._keeper:
                 # The groups' events belong to the graph. Releasing pages outside of the graph would wait for them.
                 self._keeper.forget_groups()
 
@@ -414,7 +414,7 @@ class PagedStash:
         update it. Call `join` before each capture and replay, because copies of eager groups may still run. Not run on
         a GPU yet.
         """
-        with self._keeper.exclusive():
+        with self._keeper:
             self._keeper.fork()
         self._part = part
         try:
@@ -422,7 +422,7 @@ class PagedStash:
             self.join()
         finally:
             self._part = None
-            with self._keeper.exclusive():
+            with self._keeper:
                 self._keeper.forget_copies()
 
     def replaying(self, part: CapturedPart) -> ReplayedForward | None:
@@ -433,7 +433,7 @@ class PagedStash:
         group = part.group
         if group is None:
             return None
-        with self._keeper.exclusive():
+        with self._keeper:
             event = self._next_forward(group.name)
             self._count_forward(group.name)
             if group.specs:
@@ -449,7 +449,7 @@ class PagedStash:
 
         Raises RuntimeError if the stash was reset after the forward.
         """
-        with self._keeper.exclusive():
+        with self._keeper:
             self._keeper.check_current(forward.event, forward.generation)
             self.order.observe(StashEvent(EventKind.BACKWARD, *forward.event.group))
 
@@ -459,7 +459,7 @@ class PagedStash:
 
         It is a view that `reset` sets to 0.
         """
-        with self._keeper.exclusive():
+        with self._keeper:
             self._keeper.join()
         return self.pool.counters[Counter.VOID]
 
@@ -472,7 +472,7 @@ class PagedStash:
     ) -> GroupMemory | None:
         """Begins a group's forward, unless it must not be stashed; see `context`."""
         is_active = self._is_enabled and torch.is_grad_enabled() and not _is_recomputed(hooks) and max_rows >= 2
-        with self._keeper.exclusive():
+        with self._keeper:
             # The next kernels may write to memory that the copies of the previous group still read: all layers share
             # the buffers of a static dispatch, and the allocator reuses memory that autograd released.
             self._keeper.join()
@@ -507,7 +507,7 @@ class PagedStash:
 
         may_change: whether the caller may change num_rows before the group's backward.
         """
-        with self._keeper.exclusive():
+        with self._keeper:
             memories = []
             count = num_rows if isinstance(num_rows, Tensor) and not may_change else None
             self._enter(group, stored.specs, max_rows=max_rows)
@@ -533,7 +533,7 @@ class PagedStash:
         self, group: GroupMemory, specs: Sequence[TensorSpec], dtype: torch.dtype, *, num_rows: Tensor, max_rows: int
     ) -> list[PagedRows]:
         """Allocates pages in which a group's forward computes its tensors; `_placed` ends that forward."""
-        with self._keeper.exclusive():
+        with self._keeper:
             self._enter(group, specs, max_rows=max_rows)
             if self._has_two_scratches and self._part is None:
                 # Backwards that follow each other use different sets.
@@ -552,7 +552,7 @@ class PagedStash:
     def _placed(
         self, group: GroupMemory, specs: Sequence[TensorSpec], *, num_rows: Tensor, max_rows: int, kept: Any
     ) -> None:
-        with self._keeper.exclusive():
+        with self._keeper:
             if group.phase is Phase.KEPT:
                 self._keeper.rest_in_scratch(group)
             else:
@@ -613,7 +613,7 @@ class PagedStash:
         # A group has many tensors. After the first access its state is final, and restored memory can be read without
         # the lock and its modes.
         if not group.has_backward_begun or group.phase not in _SETTLED:
-            with self._keeper.exclusive():
+            with self._keeper:
                 if group.phase is Phase.LOST:
                     raise _lost(group)
                 if group.phase is not Phase.RECORDING:
@@ -623,7 +623,7 @@ class PagedStash:
 
     def _reach_placed(self, group: GroupMemory, again: Callable[[Tensor], None] | None) -> None:
         """Makes the rows of a group that was computed in pages readable in its backward."""
-        with self._keeper.exclusive():
+        with self._keeper:
             if group.phase is Phase.LOST:
                 raise _lost(group)
             following = None
@@ -638,12 +638,12 @@ class PagedStash:
                 self._keeper.fetch(group, again, following=following)
 
     def _give_back(self, group: GroupMemory) -> None:
-        with self._keeper.exclusive():
+        with self._keeper:
             self._keeper.give_back(group)
             group.placed = []
 
     def _end_backward(self, group: GroupMemory) -> None:
-        with self._keeper.exclusive():
+        with self._keeper:
             self._keeper.end_backward(group)
 
     def _begin_backward(self, group: GroupMemory) -> bool:

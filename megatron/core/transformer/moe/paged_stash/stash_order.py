@@ -34,6 +34,9 @@ class EventKind(enum.Enum):
     FORWARD = "F"
     BACKWARD = "B"
 
+    # By identity, because Enum hashes its name in Python, in each look-up of an event.
+    __hash__ = object.__hash__
+
 
 class StashEvent(NamedTuple):
     """Forward or backward of one expert group. instance: number of earlier forwards with the same name in the step."""
