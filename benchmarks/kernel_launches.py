@@ -718,8 +718,14 @@ class HotModel:
         """Yields the launches that read or write x and gate_up in pages of at least 128 rows of each."""
         elements = 128 * math.lcm(self.hidden, 2 * self.ffn)
         x_rows, gate_up_rows = elements // self.hidden, elements // (2 * self.ffn)
-        pages = {"page_rows": (x_rows, gate_up_rows), "row_alignment": GPU_ROW_ALIGNMENT}
-        fc1 = Product("bf16", self.experts, self.hidden, 2 * self.ffn, **pages)
+        fc1 = Product(
+            "bf16",
+            self.experts,
+            self.hidden,
+            2 * self.ffn,
+            page_rows=(x_rows, gate_up_rows),
+            row_alignment=GPU_ROW_ALIGNMENT,
+        )
         run = functools.partial(
             activation, "bf16", self.ffn, form=ActivationForm(), scale="fp32", page_rows=gate_up_rows
         )
