@@ -24,7 +24,8 @@ class PagedRows:
 
     arena: [pages * page_bytes / itemsize], any dtype, which is the rows' dtype. table: [n], int64, same device.
     page_bytes: a multiple of 16; kernels for GPUs also require a whole number of rows in a page. sizes: the integers
-    that operators expect beside arena and table. shape: that of the same rows without pages.
+    that operators expect beside arena and table. shape: that of the same rows without pages. arena and table are
+    replaced if the stash moves the rows, so read them before each use.
     """
 
     # Attributes instead of properties, because each layer reads them several times.

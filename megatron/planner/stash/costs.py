@@ -221,7 +221,7 @@ def verdict(
         ]
     worst = _fullest(costs)
     saving, factor = worst.footprint.saving, plan.flags.moe_expert_rank_capacity_factor or 1.0
-    sets = scratch_sets(plan.flags) + prefetch_groups(plan.flags)
+    sets = scratch_sets(plan.flags) or 1 + prefetch_groups(plan.flags)
     figures = (
         f"stage {worst.stage}: buffers have {factor:.2f} x the balanced rows; {worst.waiting_groups} groups are saved "
         f"for backward at the peak, {min(sets, worst.waiting_groups)} of them still in whole buffers; "

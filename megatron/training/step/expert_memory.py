@@ -411,7 +411,8 @@ class ExpertMemory:
                 # graphs still use is freed with the last of these graphs.
                 pool.close_sync()
             sets = scratch_sets(self._config)
-            pool = open_pool(self._device, layout, config=self._config, scratch_pages=scratch, scratch_sets=sets)
+            sizes = {"scratch_pages": scratch, "scratch_sets": sets} if sets else {}
+            pool = open_pool(self._device, layout, config=self._config, **sizes)
         else:
             # Participates in the collective, because other ranks may allocate pools.
             open_pool(self._device, None, config=self._config)
@@ -595,7 +596,7 @@ def open_pool(
 ) -> PagePool | None:
     """Allocates this rank's pool. Returns None without a layout, on stages that stash nothing. Collective.
 
-    scratch: scratch_pages and scratch_sets of the pool.
+    scratch: scratch_pages and scratch_sets of the pool; nothing if rows are copied.
 
     Raises on every rank if a rank has too little memory: a ValueError naming the flag to change on that rank, and a
     RemoteRankError on the others.
@@ -623,10 +624,16 @@ def _advice(error: TierMemoryError, config: PagedStashConfig) -> str:
     given = config.moe_paged_stash_buffer_bytes
     name = _CUDA if given is None else "moe_paged_stash_buffer_bytes"
     asked = config.moe_paged_stash_buffer_size_factor_cuda if given is None else given
-    scratch = ", or moe_paged_stash_compute copies, which needs no scratch of a whole expert buffer"
+    scratch = ""
+    if config.stash_computes_in_pages:
+        scratch = ", or moe_paged_stash_compute copies, which needs no scratch of a whole expert buffer"
+    if scratch_sets(config) > 1:
+        scratch = (
+            ", or moe_paged_stash_prefetch_layers 0, which needs one scratch of a whole expert buffer less" + scratch
+        )
     return (
         f"{name} is {asked}: {wanted} for pages cannot be allocated on the device; use a smaller value, and "
-        f"{_CPU} for pages on the host{scratch if config.stash_computes_in_pages else ''}"
+        f"{_CPU} for pages on the host{scratch}"
     )
 
 

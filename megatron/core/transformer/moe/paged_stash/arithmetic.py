@@ -111,18 +111,19 @@ def footprint(
     *,
     layout: PoolLayout,
     prefetch_groups: int,
-    scratch_sets: int = 1,
+    scratch_sets: int = 0,
 ) -> Footprint:
     """Returns the footprint of a step. max_bytes: bytes of a group's whole buffers; not called for resident groups.
 
-    scratch_sets: whole buffers of the running group: the sets of scratch pages if groups compute in pages, else 1.
+    scratch_sets: the sets of scratch pages if groups compute in pages. They are then the only whole buffers. Copied
+    groups have scratch_sets 0, and whole buffers of the running group and of prefetch_groups others.
     """
     resident, groups = resident_groups(events), {event.group for event in events}
     waiting = {group: 0 if group in resident else max_bytes(group) for group in groups}
     peak_bytes = peak_pages(events, lambda group: PagesByPriority(waiting[group]))  # the same sums, in bytes
     largest = sorted(waiting.values(), reverse=True)
-    working_sets = sum(largest[: 1 + prefetch_groups]) + sum(largest[:1]) * (scratch_sets - 1)
-    return Footprint(peak_bytes, layout.device_pages * layout.page_bytes, working_sets)
+    whole = largest[:1] * scratch_sets if scratch_sets else largest[: 1 + prefetch_groups]
+    return Footprint(peak_bytes, layout.device_pages * layout.page_bytes, sum(whole))
 
 
 def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: PagesOf | None = None) -> list[ReserveRow]:

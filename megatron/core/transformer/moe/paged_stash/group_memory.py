@@ -48,10 +48,10 @@ class Phase(enum.Enum):
     """State of a group's tensors."""
 
     RECORDING = "unchanged; its forward is running"
-    KEPT = "unchanged; its backward is the next event"
+    KEPT = "not in pages: unchanged, or in the scratch; its backward is the next event"
     STASHED = "in pages"
     RESTORING = "being copied back; pages released"
-    READY = "restored"
+    READY = "readable in its backward"
     LOST = "lost; its forward raised an exception"
 
 
@@ -307,7 +307,7 @@ class PageKeeper:
             group.let_go = partial(self._let_go, pages)
         for event in pages.group.waits:
             main_waits_for(event, self.pool.device)
-        self.pool.take_scratch(pages.group, group.event.name)
+        self.pool.scratch.take(pages.group, group.event.name)
         self.pool.plan(pages.group, num_rows, reserve=reserve, in_pages=True)
         group.pages, group.phase = pages, Phase.STASHED
         return pages
@@ -320,7 +320,7 @@ class PageKeeper:
         rows = self.pool.rows_in_scratch(specs, dtype, scratch_set=group.scratch_set)
         # Until its backward ends no other group computes, unless the step departs from its order, or the weight
         # gradients are computed later.
-        self.pool.take_scratch(group, group.event.name, move_out=_move_out)
+        self.pool.scratch.take(group, group.event.name, move_out=_move_out)
         group.scratch_generation = self.pool.generation
         # An invalid number discards the step, as in a plan.
         self.pool.check_count(num_rows, specs[0].max_tokens)
@@ -328,20 +328,20 @@ class PageKeeper:
 
     def rest_in_scratch(self, group: GroupMemory) -> None:
         """Ends the forward of a group that was computed in the scratch."""
-        self.pool.rest_in_scratch(group)
+        self.pool.scratch.rest(group)
 
     def read_in_scratch(self, group: GroupMemory) -> None:
         """Begins the backward of a group that was computed in the scratch, unless its rows were moved out of it."""
         self.check_readable(group)
-        if self.pool.rests_in_scratch(group):
-            self.pool.take_scratch(group, group.event.name, move_out=_move_out)
+        if self.pool.scratch.is_resting(group):
+            self.pool.scratch.take(group, group.event.name, move_out=_move_out)
         group.phase = Phase.READY
 
     def spill(self, group: GroupMemory, *, num_rows: Tensor) -> None:
         """Copies what the kernels computed in the scratch to the group's pages on the host. num_rows: [1], int64."""
         pages = self._current(group)
         self.pool.check_fresh(pages.group.generation)
-        self.pool.leave_scratch(pages.group)
+        self.pool.scratch.leave(pages.group)
         if not self.pool.layout.host_pages:
             return
         sources = [self.pool.scratch_of(pages.group, index) for index in range(len(pages.group.tensors))]
@@ -362,8 +362,8 @@ class PageKeeper:
         """
         pages = self._current(group)
         has_host_pages = self.pool.layout.host_pages > 0
-        is_prefetched = has_host_pages and self.pool.rests_in_scratch(pages.group)
-        self.pool.take_scratch(pages.group, group.event.name)
+        is_prefetched = has_host_pages and self.pool.scratch.is_resting(pages.group)
+        self.pool.scratch.take(pages.group, group.event.name)
         if has_host_pages:
             if not is_prefetched:
                 self._copy_from_host(pages, num_programs=0)
@@ -384,14 +384,14 @@ class PageKeeper:
         if group.phase is not Phase.STASHED or not self.is_computed(group):
             return
         pages = self._current(group)
-        if not self.pool.layout.host_pages or not self.pool.is_scratch_free(pages.group.scratch_set):
+        if not self.pool.layout.host_pages or not self.pool.scratch.is_free(pages.group.scratch_set):
             return
         # Holds the pages and not the group, which would otherwise stay alive if autograd dropped it.
         await_copy = partial(self._await_copy, pages)
-        self.pool.take_scratch(pages.group, group.event.name, move_out=await_copy)
+        self.pool.scratch.take(pages.group, group.event.name, move_out=await_copy)
         self._copy_from_host(pages, num_programs=self._num_programs)
         # Last, so that after an interruption the group's backward copies the rows itself.
-        self.pool.rest_in_scratch(pages.group)
+        self.pool.scratch.rest(pages.group)
 
     def _copy_from_host(self, pages: GroupPages, *, num_programs: int) -> None:
         targets = [self.pool.scratch_of(pages.group, index) for index in range(len(pages.group.tensors))]
@@ -417,7 +417,7 @@ class PageKeeper:
     def end_backward(self, group: GroupMemory) -> None:
         """Ends the backward of a group that was placed, and whose weight gradients are computed later."""
         if group.pages is None:
-            self.pool.rest_in_scratch(group)
+            self.pool.scratch.rest(group)
         else:
             self.pool.leave_to_readers(group.pages.group)
 
@@ -425,11 +425,11 @@ class PageKeeper:
         """Releases the pages of a group that was computed in them. Later calls do nothing."""
         pages = group.pages
         if pages is None:
-            self.pool.leave_scratch(group)
+            self.pool.scratch.leave(group)
             return
         if pages.is_given_back or pages.generation != self.generation:
             return
-        self.pool.leave_scratch(pages.group)
+        self.pool.scratch.leave(pages.group)
         self._release_computed(pages)
         pages.is_given_back = True
         # The events of captured groups belong to graphs, and their entries are never reused.
@@ -511,7 +511,7 @@ class PageKeeper:
     def forget_copies(self) -> None:
         """Drops pending waits for copies into pages. After an aborted capture, CUDA would reject their events."""
         self._reading.clear()
-        self.pool.forget_scratch()
+        self.pool.scratch.forget()
 
     def reset(self) -> None:
         """Frees all pages. Allocates nothing."""
@@ -569,7 +569,7 @@ class PageKeeper:
             main_waits_for(pages.stashed, self.pool.device)
             # A prefetch may still read the pages.
             main_waits_for(pages.arrived, self.pool.device)
-            self.pool.leave_scratch(pages.group)
+            self.pool.scratch.leave(pages.group)
             self._release_computed(pages)
             self.pool.close_group(pages.group, after=record_main(self.pool.device))
             return

@@ -36,12 +36,11 @@ all memory is allocated up front, and rings keep the order of release, which req
 """
 
 import ctypes
-import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,8 +59,10 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     TensorSpec,
     Tier,
     encode_tensors,
+    is_whole,
     planning_order,
 )
+from megatron.core.transformer.moe.paged_stash.scratch import ScratchSets
 
 # Restored rows have the original's offset from a multiple of this number of bytes. Kernels choose their vector loops by
 # alignment, and a different loop may round differently.
@@ -112,27 +113,6 @@ class PageGroup:
         return self.slab.held[self.tensors[index].slot, Held.DROPPED :][:1]
 
 
-class ScratchGroup(Protocol):
-    """An object that lives as long as a group's rows. scratch_set: the set of scratch pages that the group uses."""
-
-    scratch_set: int
-
-
-class _ScratchUser(NamedTuple):
-    """The group whose rows are in a set of the scratch. is_late: whether products after its backward may read them.
-
-    group: the object that took the set. thread: the one that launches the group's kernels; None while the group is
-    idle. move_out: called before another group takes the set, and copies rows that must survive elsewhere; None if no
-    rows must.
-    """
-
-    group: weakref.ref[Any]
-    name: str
-    thread: int | None
-    is_late: bool
-    move_out: Callable[[Any], None] | None
-
-
 @dataclass(frozen=True)
 class Occupancy:
     """Numbers of free and held pages of each tier, and the counters since the last reset.
@@ -161,10 +141,10 @@ class PagePool:
 
     The constructor allocates all memory, except page tables, which grow with the number of open groups. keeps_restored:
     whether CPU memory of restored rows is kept for reuse, see [Note: persistent buffers]. scratch_pages: S, pages of
-    scratch for one group; scratch_sets: s, the number of such sets; see [Note: computed in pages]. Read-only
-    attributes: arena [(D + s S) * page_bytes], device_pages [D * page_bytes], a part of it, host_pages
-    [Hn * page_bytes], uint8; heads, tails [2], int64; ring [D + Hn], int32; counters [len(Counter)], int64; generation:
-    number of resets.
+    scratch for one group; scratch_sets: s, the number of such sets; see [Note: computed in pages]. scratch: the users
+    of these sets. Read-only attributes: arena [(D + s S) * page_bytes], device_pages [D * page_bytes], a part of it,
+    host_pages [Hn * page_bytes], uint8; heads, tails [2], int64; ring [D + Hn], int32; counters [len(Counter)], int64;
+    generation: number of resets.
     """
 
     @torch.inference_mode(False)  # tensors made in inference mode cannot be changed outside of it
@@ -177,7 +157,13 @@ class PagePool:
         scratch_pages: int = 0,
         scratch_sets: int = 1,
     ) -> None:
-        """Allocates the pages. Raises TierMemoryError, a ValueError, if a tier's memory cannot be allocated."""
+        """Allocates the pages. Raises TierMemoryError, a ValueError, if a tier's memory cannot be allocated.
+
+        Raises ValueError if scratch_pages is not an integer of at least 0, or scratch_sets not one of at least 1.
+        """
+        for argument, number, least in (("scratch_pages", scratch_pages, 0), ("scratch_sets", scratch_sets, 1)):
+            if not is_whole(number) or number < least:
+                raise ValueError(f"{argument} ({number!r}) must be an integer of at least {least}")
         self.layout, self._keeps_restored = layout, keeps_restored
         self.scratch_pages, self.scratch_sets = scratch_pages, scratch_sets
         num_bytes = (layout.device_pages + scratch_pages * scratch_sets) * layout.page_bytes
@@ -196,15 +182,19 @@ class PagePool:
         self._arenas: dict[torch.dtype, Tensor] = {}  # views of the arena
         # Numbers of the pages of the scratch: [s S], int64.
         self._scratch_places = torch.arange(scratch_pages * scratch_sets, device=self.device) + layout.device_pages
-        self._scratch_users: list[_ScratchUser | None]  # one for each set
+        self.scratch = ScratchSets(scratch_sets)
         # Owned by the pool, so that stashes that use the pool in turn can share the buffers.
         self.restored = RestoredMemory(self.device, is_kept=keeps_restored and self.device.type == "cpu")
         self.reset()
 
     def __reduce__(self) -> Any:
         """Makes deepcopy and pickle create a pool of the same size with separate memory and only free pages."""
-        scratch: dict[str, Any] = {"scratch_pages": self.scratch_pages, "scratch_sets": self.scratch_sets}
-        return partial(PagePool, keeps_restored=self._keeps_restored, **scratch), (str(self.device), self.layout)
+        settings: dict[str, Any] = {
+            "keeps_restored": self._keeps_restored,
+            "scratch_pages": self.scratch_pages,
+            "scratch_sets": self.scratch_sets,
+        }
+        return partial(PagePool, **settings), (str(self.device), self.layout)
 
     @property
     def num_bytes(self) -> dict[str, int]:
@@ -229,7 +219,7 @@ class PagePool:
         torch.arange(self.layout.num_pages, out=self.ring, device=self.device)
         self.counters.zero_()
         self._tables.reset()
-        self._scratch_users = [None] * self.scratch_sets
+        self.scratch.forget()
         self.generation += 1
 
     @property
@@ -306,7 +296,8 @@ class PagePool:
     ) -> list[PagedRows]:
         """Returns tensors that are computed in the scratch alone, [max_rows, row_bytes / itemsize] each.
 
-        The caller must `take_scratch`. Raises ValueError for rows with gaps or rows that do not fit the scratch.
+        The caller must first take the set, see ScratchSets. Raises ValueError for rows with gaps or rows that do not
+        fit the scratch.
         """
         self._check_open()
         start = scratch_set * self.scratch_pages
@@ -330,78 +321,14 @@ class PagePool:
         page = scratch + placed.table_start - group.room.start
         return self.arena[page * self.layout.page_bytes :][: placed.spec.max_bytes]
 
-    def take_scratch(self, group: ScratchGroup, name: str, *, move_out: Callable[[Any], None] | None = None) -> None:
-        """Lets the kernels of a group use its set of the scratch. Raises RuntimeError if another group may still do.
-
-        move_out: called with the group if another one takes the set before this one leaves it; must copy the rows
-        elsewhere. Without it, a group of the same thread that has not left the scratch was interrupted by an exception.
-        """
-        user, thread = self._scratch_users[group.scratch_set], threading.get_ident()
-        other = None if user is None else user.group()
-        if user is not None and other is not None and other is not group:
-            if user.is_late:
-                raise RuntimeError(
-                    f"the expert group {name!r} would overwrite rows of {user.name!r}, whose weight gradients have not "
-                    "been computed yet: compute them before another group needs the same scratch, or use no pages on "
-                    "the host (moe_paged_stash_buffer_size_factor_cpu 0), or --moe-paged-stash-compute copies"
-                )
-            if user.thread is not None and user.thread != thread:
-                raise RuntimeError(
-                    f"the expert groups {name!r} and {user.name!r} run in two threads and compute in the pages of one "
-                    "pool: use a pool for each thread, or --moe-paged-stash-compute copies (from Python: "
-                    "computes_in_pages=False)"
-                )
-            if user.move_out is not None:
-                user.move_out(other)
-        taken = _ScratchUser(weakref.ref(group), name, thread, is_late=False, move_out=move_out)
-        self._scratch_users[group.scratch_set] = taken
-
-    def rest_in_scratch(self, group: ScratchGroup) -> None:
-        """Says that a group's rows in the scratch are complete, and that it is idle until it calls take_scratch again.
-
-        Any thread may then take the set, because `move_out` does not interfere with a forward or backward.
-        """
-        user = self._scratch_users[group.scratch_set]
-        if user is not None and user.group() is group:
-            self._scratch_users[group.scratch_set] = user._replace(thread=None)
-
-    def rests_in_scratch(self, group: ScratchGroup) -> bool:
-        """Returns whether a group called rest_in_scratch, and no other group has taken the set since."""
-        user = self._scratch_users[group.scratch_set]
-        return user is not None and user.thread is None and user.group() is group
-
-    def is_scratch_free(self, scratch_set: int) -> bool:
-        """Returns whether no group uses a set of the scratch."""
-        user = self._scratch_users[scratch_set]
-        return user is None or user.group() is None
-
-    def leave_scratch(self, group: ScratchGroup) -> None:
-        """Ends a group's use of the scratch."""
-        user = self._scratch_users[group.scratch_set]
-        if user is not None and user.group() is group:
-            self._scratch_users[group.scratch_set] = None
-
     def leave_to_readers(self, group: PageGroup) -> None:
         """Ends a group's use of the scratch, unless products that run later may read rows of its first tensor there."""
-        user = self._scratch_users[group.scratch_set]
-        if user is None or user.group() is not group:
-            return
         # A CPU can read the record. On a GPU the host does not know it.
         record = group.slab.held[group.tensors[0].slot]
-        is_late = self.layout.host_pages and (self.device.type != "cpu" or int(record[Held.ON_HOST]) > 0)
-        self._scratch_users[group.scratch_set] = user._replace(is_late=True) if is_late else None
-
-    def empty_scratch(self) -> None:
-        """Moves the rows of idle groups out of the scratch, which a replayed graph may overwrite."""
-        for scratch_set, user in enumerate(self._scratch_users):
-            group = None if user is None else user.group()
-            if user is not None and user.thread is None and user.move_out is not None and group is not None:
-                user.move_out(group)
-                self._scratch_users[scratch_set] = None
-
-    def forget_scratch(self) -> None:
-        """Ends any use of the scratch, such as that of a graph whose capture has ended."""
-        self._scratch_users = [None] * self.scratch_sets
+        if self.layout.host_pages and (self.device.type != "cpu" or int(record[Held.ON_HOST]) > 0):
+            self.scratch.leave_to_readers(group)
+        else:
+            self.scratch.leave(group)
 
     def _check_open(self) -> None:
         if not self.device_pages.nbytes + self.host_pages.nbytes:

@@ -204,10 +204,12 @@ def prefetch_groups(config: StashSettings) -> int:
 
 
 def scratch_sets(config: StashSettings) -> int:
-    """Returns the number of sets of scratch pages: 2 if rows on the host are prefetched, else 1."""
+    """Returns the number of sets of scratch pages: 2 if rows on the host are prefetched, else 1; 0 for copies."""
+    if not config.stash_computes_in_pages:
+        return 0
     has_host_pages = config.moe_paged_stash_buffer_size_factor_cpu != 0
     prefetches = config.moe_paged_stash_prefetch_layers > 0 and not config.captures_experts
-    return 2 if config.stash_computes_in_pages and has_host_pages and prefetches else 1
+    return 2 if has_host_pages and prefetches else 1
 
 
 def scratch_pages(config: StashSettings, needs: StepNeeds) -> int:

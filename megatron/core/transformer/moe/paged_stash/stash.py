@@ -194,7 +194,7 @@ class PagedStash:
         self.computes_in_pages = computes_in_pages
         self.pool, self.order = pool, StashOrder(events)
         self._prefetch_groups, self.has_rungs = prefetch_groups, has_rungs
-        self._has_two_scratches = computes_in_pages and pool.scratch_sets > 1
+        self._prefetches_from_host = computes_in_pages and pool.scratch_sets > 1
         self._keeper = PageKeeper(pool, num_programs=num_programs, streams=streams or StashStreams.on(pool.device))
         self._instances: Multiset[str] = Multiset()  # number of forwards so far in this step, by name
         self._num_forwards = 0  # so far in this step
@@ -219,9 +219,8 @@ class PagedStash:
         if "_unbound" in self.__dict__:
             return _unbound, (type(self), *self.__dict__["_unbound"])
         settings = {**self._settings, "reserved_share": self.reserved_share}
-        scratch: dict[str, Any] = {"scratch_pages": self.pool.scratch_pages, "scratch_sets": self.pool.scratch_sets}
-        make_pool = partial(PagePool, str(self.pool.device), self.pool.layout, **scratch)
-        return _unbound, (type(self), make_pool, settings)
+        make_pool, arguments = self.pool.__reduce__()
+        return _unbound, (type(self), partial(make_pool, *arguments), settings)
 
     def __getattr__(self, name: str) -> Any:
         """Allocates the pool of a copy when the copy is first used."""
@@ -339,7 +338,7 @@ class PagedStash:
             lambda group: max_bytes.get(group, 0),
             layout=self.pool.layout,
             prefetch_groups=self._prefetch_groups,
-            scratch_sets=self.pool.scratch_sets,
+            scratch_sets=self.pool.scratch_sets if self.computes_in_pages else 0,
         )
 
     @property
@@ -379,11 +378,14 @@ class PagedStash:
         return self._part is not None
 
     def join(self) -> None:
-        """Makes the main stream wait for all copies, as `reset` does."""
+        """Makes the main stream wait for all copies, as `reset` does, so that a CUDA graph may be replayed next.
+
+        Rows that rest in the scratch, where the graph may compute, move to other memory. Raises RuntimeError if weight
+        gradients that are computed later have still to read rows there.
+        """
         with self._keeper:
             self._keeper.join_all()
-            # A graph that is replayed next may compute there.
-            self.pool.empty_scratch()
+            self.pool.scratch.empty()
 
     @contextmanager
     def captured(self) -> Iterator[None]:
@@ -535,7 +537,7 @@ class PagedStash:
         """Allocates pages in which a group's forward computes its tensors; `_placed` ends that forward."""
         with self._keeper:
             self._enter(group, specs, max_rows=max_rows)
-            if self._has_two_scratches and self._part is None:
+            if self._prefetches_from_host and self._part is None:
                 # Backwards that follow each other use different sets.
                 group.scratch_set = self.order.backward_index(group.event) % self.pool.scratch_sets
             if group.phase is Phase.KEPT:
@@ -627,7 +629,7 @@ class PagedStash:
             if group.phase is Phase.LOST:
                 raise _lost(group)
             following = None
-            if self._begin_backward(group) and self._has_two_scratches and self._part is None:
+            if self._begin_backward(group) and self._prefetches_from_host and self._part is None:
                 event = self.order.adjacent_backward(StashEvent(EventKind.BACKWARD, *group.event.group))
                 following = None if event is None else self._groups.get(event.group)
             if group.phase is Phase.KEPT:
@@ -710,7 +712,8 @@ class StashedRows:
 
         widths: W of both. Returns None if the caller must compute in memory of its own: the stash copies rows, or the
         group's backward follows immediately, in another captured graph. Rows that receive no pages, or pages on the
-        host, are in a scratch that the next group overwrites.
+        host, are computed in a scratch that the next group overwrites: `save` copies them to the host, gate_up without
+        pages is computed again by `recompute`, and x without pages discards the step.
         """
         group = self._group
         # The scratch may be overwritten between two graphs, if the step departs from its order.

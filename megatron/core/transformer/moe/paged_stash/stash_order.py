@@ -104,18 +104,13 @@ class StashOrder:
 
     def is_backward_next(self, event: StashEvent) -> bool:
         """Returns whether the same group's backward is the next event after this forward. False if unknown."""
-        position = self._position(event)
-        if position is None or position + 1 >= len(self._events):
-            return False
-        following = self._events[position + 1]
-        return following.kind is EventKind.BACKWARD and following.group == event.group
+        following = self._next_backward(event)
+        return following is not None and following.group == event.group
 
     def adjacent_backward(self, event: StashEvent) -> StashEvent | None:
         """Returns the next event after this one if it is a backward whose group ran forward; None if unknown."""
-        position = self._position(event)
-        following = () if position is None else self._events[position + 1 : position + 2]
-        is_backward = following and following[0].kind is EventKind.BACKWARD and following[0].group in self._waiting
-        return following[0] if is_backward else None
+        following = self._next_backward(event)
+        return following if following is not None and following.group in self._waiting else None
 
     def backward_index(self, event: StashEvent) -> int:
         """Returns the index of a group's backward among the backwards of `events`; 0 if unknown."""
@@ -165,6 +160,14 @@ class StashOrder:
         if self._seen and self._seen[-1] == event:
             return len(self._seen) - 1
         return self._positions.get(event)
+
+    def _next_backward(self, event: StashEvent) -> StashEvent | None:
+        """Returns the listed event after this one if it is a backward; None if unknown."""
+        position = self._position(event)
+        if position is None or position + 1 >= len(self._events):
+            return None
+        following = self._events[position + 1]
+        return following if following.kind is EventKind.BACKWARD else None
 
     def _listed_after(self, position: int, count: int) -> list[StashEvent]:
         found: list[StashEvent] = []

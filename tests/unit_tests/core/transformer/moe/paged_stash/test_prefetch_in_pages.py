@@ -91,7 +91,7 @@ class Steps:
     def end(self) -> None:
         held = self.stash.pool.occupancy_sync()
         assert held.device_held == held.host_held == 0
-        assert all(map(self.stash.pool.is_scratch_free, range(self.stash.pool.scratch_sets)))
+        assert all(map(self.stash.pool.scratch.is_free, range(self.stash.pool.scratch_sets)))
 
 
 @pytest.mark.parametrize("order, log", [
@@ -207,7 +207,7 @@ def test_the_main_stream_waits_for_a_prefetch_before_its_rows_are_read_or_overwr
         assert steps.log.index(copied) < steps.log.index("release")
     elif following == "a replay":
         steps.stash.join()
-        assert copied in steps.log and pool.is_scratch_free(1)
+        assert copied in steps.log and pool.scratch.is_free(1)
     else:
         del node
         steps.do(following)
@@ -224,7 +224,7 @@ def test_a_graph_that_is_dropped_releases_its_prefetched_rows() -> None:
     del steps.outputs[2]
     gc.collect()
     assert steps.stash.pool.occupancy_sync().host_held < held
-    assert all(steps.stash.pool.is_scratch_free(number) for number in range(2))
+    assert all(steps.stash.pool.scratch.is_free(number) for number in range(2))
     steps.do("B1 B0")
     steps.end()
 

@@ -369,6 +369,16 @@ def known_order(order: str, *, pages: tuple[int, int] = (99, 0), **options: Any)
     return make_stash(*pages, events=events, **options)
 
 
+def test_the_scratch_is_the_only_memory_outside_of_pages() -> None:
+    found = []
+    for sets in (1, 2):
+        stash, case = known_order("F0 F1 B1 B0", scratch_sets=sets), Case()
+        case.live_grads(run(case, stash, "layer 0"))
+        found.append(stash.footprint().working_set_bytes)
+    one_group = sum(spec.max_bytes for spec in stash._reserve._stashed["layer 0", 0][0])
+    assert found == [one_group, 2 * one_group]
+
+
 @pytest.mark.parametrize("has_more", [False, True], ids=["", "biases and adapters"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_group_whose_backward_follows_computes_in_the_scratch(has_more: bool, dtype: torch.dtype) -> None:
