@@ -24,6 +24,11 @@ def refused_everywhere() -> None:
     ):
         with pytest.raises(ValueError if rank == 1 else RemoteRankError, match=flag):
             open_pool(torch.device("cpu"), layout if rank == 1 else None, config=config)
+    with pytest.raises(
+        ValueError if rank == 1 else RemoteRankError, match="--moe-paged-stash-prefetch-layers 0, which"
+    ):
+        layout = PoolLayout(2**26, TOO_MUCH) if rank == 1 else None
+        open_pool(torch.device("cpu"), layout, config=config, scratch_pages=1, scratch_sets=2)
 
 
 def test_memory_that_one_rank_lacks_is_named_on_every_rank() -> None:

@@ -609,11 +609,11 @@ def open_pool(
                 is_kept = device.type == "cpu" and keep_cpu_heap()
                 pool = PagePool(device, layout, keeps_restored=not is_kept, **scratch)
         except TierMemoryError as error:
-            raise ValueError(_advice(error, config)) from error
+            raise ValueError(_advice(error, config, scratch_sets=scratch.get("scratch_sets", 0))) from error
     return pool
 
 
-def _advice(error: TierMemoryError, config: PagedStashConfig) -> str:
+def _advice(error: TierMemoryError, config: PagedStashConfig, *, scratch_sets: int) -> str:
     wanted = f"{error.num_bytes} bytes ({error.num_bytes / 2**30:.2f} GiB)"
     if error.tier is Tier.HOST:
         return (
@@ -627,7 +627,7 @@ def _advice(error: TierMemoryError, config: PagedStashConfig) -> str:
     scratch = ""
     if config.stash_computes_in_pages:
         scratch = ", or moe_paged_stash_compute copies, which needs no scratch of a whole expert buffer"
-    if scratch_sets(config) > 1:
+    if scratch_sets > 1:
         scratch = (
             ", or moe_paged_stash_prefetch_layers 0, which needs one scratch of a whole expert buffer less" + scratch
         )

@@ -219,7 +219,8 @@ class PagePool:
         torch.arange(self.layout.num_pages, out=self.ring, device=self.device)
         self.counters.zero_()
         self._tables.reset()
-        self.scratch.forget()
+        if self.scratch_pages:
+            self.scratch.forget()
         self.generation += 1
 
     @property
