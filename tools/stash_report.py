@@ -196,10 +196,14 @@ def _given_lines(plan: StashPlan) -> list[str]:
     lines = [f"with these flags: {paste(plan.run.flags)}", *_columns(cells)]
     lines.append("maxima over ranks; the last column is the number of tensors in the worst step")
     if walk.discards.any():
-        grown = f"rows to {walk.capacity_factor:.3g} x"
+        given = plan.run.flags.moe_expert_rank_capacity_factor or 1.0
+        grown = [f"rows to {walk.capacity_factor:.3g} x"] if walk.capacity_factor > given else []
         for name, factor in (("device", walk.grown.device_factor), ("host", walk.grown.host_factor)):
-            grown += f", pages of the {name} to {factor:.3g} x" if factor is not None else ""
-        lines.append(f"discarded steps: {int(walk.discards.sum()):,} of {steps:,}; the run grows {grown}")
+            grown += [f"pages of the {name} to {factor:.3g} x"] if factor is not None else []
+        then = (
+            f"grows {', '.join(grown)}" if grown else "reserves more pages for the experts' inputs, and grows nothing"
+        )
+        lines.append(f"discarded steps: {int(walk.discards.sum()):,} of {steps:,}; the run {then}")
     if walk.ended_at is not None:
         lines.append(f"--moe-paged-stash-overflow-policy error ends the run in step {walk.ended_at + 1}")
     return lines

@@ -69,7 +69,7 @@ class PagedStashConfig:
     moe_paged_stash_buffer_size_factor_cpu: float = config_field(
         0.0,
         help="Number of pages in pinned host memory, which are used when no device page is free; a multiple of the "
-        "same base as the device factor.",
+        "same base as the device factor, also if it is negative.",
     )
     moe_paged_stash_buffer_bytes: int | None = config_field(
         None,

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from megatron.core.transformer.moe.paged_stash import Counter
-from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, peak_pages, resident_groups
+from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, peak_pages
 from megatron.core.transformer.moe.paged_stash.page_layout import PagesByPriority
 from megatron.core.transformer.moe.paged_stash.sizing import (
     StepNeeds,
@@ -201,9 +201,8 @@ def _most(values: np.ndarray) -> float:
 
 
 def _waiting_groups(needs: StepNeeds) -> int:
-    """Returns the number of groups saved for backward at the peak of a step."""
-    resident = resident_groups(needs.events)
-    return peak_pages(needs.events, lambda group: PagesByPriority(int(group not in resident)))
+    """Returns the number of groups saved for backward at the peak of a step, including those that are not stashed."""
+    return peak_pages(needs.events, lambda group: PagesByPriority(1))
 
 
 def verdict(

@@ -609,17 +609,22 @@ def open_pool(
                 is_kept = device.type == "cpu" and keep_cpu_heap()
                 pool = PagePool(device, layout, keeps_restored=not is_kept, **scratch)
         except TierMemoryError as error:
-            raise ValueError(_advice(error, config, scratch_sets=scratch.get("scratch_sets", 0))) from error
+            assert layout is not None, "allocated"
+            sets = scratch.get("scratch_sets", 0)
+            raise ValueError(_advice(error, config, page_bytes=layout.page_bytes, scratch_sets=sets)) from error
     return pool
 
 
-def _advice(error: TierMemoryError, config: PagedStashConfig, *, scratch_sets: int) -> str:
-    wanted = f"{error.num_bytes} bytes ({error.num_bytes / 2**30:.2f} GiB)"
+def _advice(error: TierMemoryError, config: PagedStashConfig, *, page_bytes: int, scratch_sets: int) -> str:
+    wanted = (
+        f"{error.num_bytes} bytes ({error.num_bytes / 2**30:.2f} GiB), in pages of {page_bytes} bytes "
+        f"(moe_paged_stash_page_size {config.moe_paged_stash_page_size}),"
+    )
     if error.tier is Tier.HOST:
         return (
             f"{_CPU} is {config.moe_paged_stash_buffer_size_factor_cpu}: {wanted} of page-locked host memory cannot be "
-            "allocated; use a smaller factor, run fewer ranks on this machine, or raise its limit of locked memory "
-            "(ulimit -l)"
+            "allocated; use a smaller factor or pages, run fewer ranks on this machine, or raise its limit of locked "
+            "memory (ulimit -l)"
         )
     given = config.moe_paged_stash_buffer_bytes
     name = _CUDA if given is None else "moe_paged_stash_buffer_bytes"
@@ -632,7 +637,7 @@ def _advice(error: TierMemoryError, config: PagedStashConfig, *, scratch_sets: i
             ", or moe_paged_stash_prefetch_layers 0, which needs one scratch of a whole expert buffer less" + scratch
         )
     return (
-        f"{name} is {asked}: {wanted} for pages cannot be allocated on the device; use a smaller value, and "
+        f"{name} is {asked}: {wanted} cannot be allocated on the device; use a smaller value or smaller pages, and "
         f"{_CPU} for pages on the host{scratch}"
     )
 
@@ -656,5 +661,7 @@ def describe_shortfalls(ranks: Sequence[Shortfall | None]) -> str:
             clauses.append(f"{who}: experts needed a capacity factor of {up_to}{needed:.3f}, not {given:.3f}")
         else:
             pages = f"{up_to}{needed} are needed at the same time, of {given} in the pool"
+            if needed <= given:
+                pages += ", where gate_up of earlier layers had too many"
             clauses.append(f"{who}: no pages for {pages_for}: {pages}")
     return "; ".join(clauses)

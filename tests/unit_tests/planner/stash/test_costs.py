@@ -31,9 +31,9 @@ def step(
     prefetch_groups: int = 1,
 ) -> Footprint:
     """Returns the footprint of a step with num_groups saved groups at its peak, as in a run's log line."""
-    names = [f"layer{number}" for number in range(num_groups + 1)]  # the last group's backward follows directly
-    events = [StashEvent(EventKind.FORWARD, name, 0) for name in names]
-    events += [StashEvent(EventKind.BACKWARD, name, 0) for name in reversed(names)]
+    names = [f"layer{number}" for number in range(num_groups)]
+    # No backward directly follows its forward, as in the first stage of a pipeline.
+    events = [StashEvent(kind, name, 0) for kind in (EventKind.FORWARD, EventKind.BACKWARD) for name in names]
     live_bytes = num_rows * expert.row_bytes
     pages = round(arena_factor * num_groups * live_bytes / 4096)
     return footprint(

@@ -91,8 +91,9 @@ def page_moves(events: Sequence[StashEvent], *, prefetch_groups: int) -> list[Pa
 class Footprint:
     """Peak device memory of tensors saved for backward, without and with a stash.
 
-    static_bytes: without a stash, whole buffers of max_rows rows. With a stash: arena_bytes, the device tier, plus
-    working_set_bytes, the whole buffers of the running group and of the prefetched groups, or the scratch.
+    static_bytes: without a stash, whole buffers of max_rows rows of all groups, also of resident ones. With a stash:
+    arena_bytes, the device tier, plus working_set_bytes, the whole buffers of the running group, which may be a
+    resident one, and of the prefetched groups, or the scratch.
     """
 
     static_bytes: int
@@ -113,15 +114,14 @@ def footprint(
     prefetch_groups: int,
     scratch_sets: int = 0,
 ) -> Footprint:
-    """Returns the footprint of a step. max_bytes: bytes of a group's whole buffers; not called for resident groups.
+    """Returns the footprint of a step. max_bytes: bytes of a group's whole buffers.
 
     scratch_sets: the sets of scratch pages if groups compute in pages. They are then the only whole buffers. Copied
     groups have scratch_sets 0, and whole buffers of the running group and of prefetch_groups others.
     """
-    resident, groups = resident_groups(events), {event.group for event in events}
-    waiting = {group: 0 if group in resident else max_bytes(group) for group in groups}
-    peak_bytes = peak_pages(events, lambda group: PagesByPriority(waiting[group]))  # the same sums, in bytes
-    largest = sorted(waiting.values(), reverse=True)
+    sizes = {group: max_bytes(group) for group in {event.group for event in events}}
+    peak_bytes = peak_pages(events, lambda group: PagesByPriority(sizes[group]))  # the same sums, in bytes
+    largest = sorted(sizes.values(), reverse=True)
     whole = largest[:1] * scratch_sets if scratch_sets else largest[: 1 + prefetch_groups]
     return Footprint(peak_bytes, layout.device_pages * layout.page_bytes, sum(whole))
 

@@ -412,9 +412,10 @@ def learned_lines(config: StashSettings, learned: LearnedSizes, *, valid: Learne
 
     learned: sizes from the checkpoint. valid: the part of them that is valid in this run.
     """
-    # Growth may exceed a size given in bytes. A disabled tier does not grow.
-    device = config.moe_paged_stash_buffer_size_factor_cuda or math.inf
-    host = config.moe_paged_stash_buffer_size_factor_cpu or math.inf
+    # Growth may exceed a size given in bytes. A disabled tier does not grow, and a negative factor is a multiple of the
+    # measured need.
+    given = config.moe_paged_stash_buffer_size_factor_cuda, config.moe_paged_stash_buffer_size_factor_cpu
+    device, host = (factor if factor > 0 else math.inf for factor in given)
     sizes = (
         ("moe_expert_rank_capacity_factor", config.moe_expert_rank_capacity_factor or 0.0, valid.capacity_factor),
         (
@@ -431,7 +432,11 @@ def learned_lines(config: StashSettings, learned: LearnedSizes, *, valid: Learne
         if grown is not None and grown > asked
     ]
     if (learned.device_factor, learned.host_factor) != (valid.device_factor, valid.host_factor):
-        lines.append("pools start with the configured sizes: the checkpoint's were learned for rows with other tensors")
+        lines.append(
+            "pools start with the configured sizes: the checkpoint's were learned for rows with "
+            f"{learned.row_bytes or 'an unknown number of'} bytes in pages, and this run's have {valid.row_bytes}, "
+            "because of another moe_paged_stash_compute, another shape of the experts, or an older version"
+        )
     return lines
 
 
@@ -486,7 +491,7 @@ def gain_line(own: Footprint, layout: PoolLayout) -> str:
     if layout.host_pages:
         tiers.append(f"{layout.host_pages} pages on the host, {_mib(layout.host_pages * layout.page_bytes)}")
     outcome = f"saves {own.saving:.0%}"
-    if own.saving < 0:
+    if round(own.saving, 2) < 0:
         outcome = (
             f"COSTS {-own.saving:.0%}: use less memory with a smaller moe_paged_stash_page_size or, with copies or "
             "pages on the host, moe_paged_stash_prefetch_layers, without moe_paged_stash, or, where tensors may be "
@@ -499,4 +504,4 @@ def gain_line(own: Footprint, layout: PoolLayout) -> str:
 
 
 def _mib(num_bytes: int) -> str:
-    return f"{num_bytes / 2**20:.1f} MiB"
+    return f"{num_bytes / 2**20:.1f} MiB" if num_bytes >= 2**20 / 10 else f"{num_bytes / 2**10:.1f} KiB"
