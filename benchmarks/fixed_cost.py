@@ -13,7 +13,7 @@ heap that keeps freed memory, like ours (unlike megatron-core's). All sides of a
 - bf16: ours in bf16, with the distributed optimizer and without
 - fsdp2: torch's fully_shard around the plain model and ours with --use-torch-fsdp2
 - stash 1.25, stash 2: ours with 12 layers and experts over both ranks: dropless, with static buffers of that factor,
-and also with a stash
+and also with a stash, in pages and with copies; stash 4 layers: stash 2 with 4 layers
 - stash copy: stash_copy.py's table; dry run: seconds and peak memory of a plan of 16,384 ranks
 
 --megatron-core DIR adds megatron-core to the rows tiny and usual, from a folder that
@@ -131,14 +131,16 @@ def rows(megatron_core: Path | None = None) -> dict[str, Row]:
         "fsdp2": Row("plain", {"plain": build_plain, "torch FSDP2": build_fsdp2, "ours": partial(build_ours, *FSDP2)}),
         "stash 1.25": stash_row(*shared, factor="1.25"),
         "stash 2": stash_row(*shared, factor="2"),
+        "stash 4 layers": stash_row(*shared, factor="2", num_layers=4),
     }
 
 
-def stash_row(*flags: str, factor: str) -> Row:
-    """Returns a row with balanced routing: dropless, static buffers, and static buffers with a stash."""
-    flags = (*flags, "--num-layers", "12", "--moe-router-force-load-balancing")
+def stash_row(*flags: str, factor: str, num_layers: int = 12) -> Row:
+    """Returns a row with balanced routing: dropless, static buffers, and static buffers with a stash of both kinds."""
+    flags = (*flags, "--num-layers", str(num_layers), "--moe-router-force-load-balancing")
     static = partial(build_ours, *flags, "--moe-expert-rank-capacity-factor", factor)
-    return Row("static", {"dropless": partial(build_ours, *flags), "static": static, "stash": partial(static, STASH)})
+    stashed = {kind: partial(static, STASH, "--moe-paged-stash-compute", kind) for kind in ("pages", "copies")}
+    return Row("static", {"dropless": partial(build_ours, *flags), "static": static, **stashed})
 
 
 def plain_sides(config: PlainConfig, *, sequence: int = SEQUENCE) -> dict[str, Build]:
