@@ -29,10 +29,12 @@ LAYERS = (
     Layer(
         0,
         "kernels",
-        r"megatron\.core\.device\.(pinned_memory|streams|torch_internals|triton_compile|triton_launch|triton_pages)",
+        r"megatron\.core\.device\.(pinned_memory|streams|torch_internals|triton_compile|triton_launch|triton_pages"
+        r"|triton_tiles)",
     ),
     Layer(0, "kernels", r"megatron\.core\.fusions\.(gated_activation|triton_activations)", step=1),
-    Layer(0, "kernels", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?", step=2),
+    Layer(0, "kernels", r"megatron\.core\.block_scaled(\..+)?", step=2),
+    Layer(0, "kernels", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?", step=3),
     Layer(1, "base", r"megatron\.core\.(\w+\.)*enums"),
     Layer(
         1,

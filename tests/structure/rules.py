@@ -22,7 +22,7 @@ DTYPE = re.compile(r"\b([bu]?f(loat|p)?(8|16|32|64)|u?int(8|16|32|64)?|integer|f
 # Files on the path of a training step, where a read of the device makes the host wait.
 STEP_PATH = re.compile(
     r"(?!.*/cpu_kernels\.py)"
-    r"megatron/core/(transformer|models|tensor_parallel|optimizer|distributed|pipeline_parallel|fusions)/.+"
+    r"megatron/core/(transformer|models|tensor_parallel|optimizer|distributed|pipeline_parallel|fusions|block_scaled)/.+"
     r"|megatron/core/(full_cuda_graph|graphs/capture|group_collectives)\.py"
     r"|megatron/training/(training|step/\w+|error_broadcast)\.py"
     r"|pretrain_gpt\.py"

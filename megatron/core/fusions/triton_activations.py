@@ -35,6 +35,7 @@ from megatron.core.device.triton_launch import (
     next_power_of_2,
 )
 from megatron.core.device.triton_pages import Paging, find_rows, row_layout
+from megatron.core.device.triton_tiles import live_rows
 
 SILU = tl.constexpr(int(Curve.SILU))
 GELU = tl.constexpr(int(Curve.GELU))
@@ -75,7 +76,7 @@ def act_kernel(
     if needed is not None:
         if tl.load(needed) == 0:
             return
-    live = _live_rows(num_rows, max_rows)
+    live = live_rows(num_rows, max_rows)
     column_tiles = tl.cdiv(ffn, COLUMNS)
     for tile in tl.range(tl.program_id(0), tl.cdiv(live, ROWS) * column_tiles, tl.num_programs(0)):
         rows = ((tile // column_tiles) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -84,9 +85,7 @@ def act_kernel(
         read = (rows < live)[:, None] & is_column
         gate_up_rows = find_rows(gate_up_table, rows, rows < live, GATE_UP_PAGE).to(tl.int64)
         gate_at = gate_up + gate_up_rows[:, None] * gate_up_pitch + columns[None, :]
-        act = _value(_gate(tl.load(gate_at, mask=read, other=0).to(tl.float32), clamp), CURVE)
-        if IS_GATED:
-            act *= _up(tl.load(gate_at + ffn, mask=read, other=0).to(tl.float32), clamp, offset)
+        act = load_act(gate_at, gate_at + ffn, read, clamp, offset, CURVE, IS_GATED)
         if scale is not None:
             act *= tl.load(scale + rows, mask=rows < live, other=0).to(tl.float32)[:, None]
         out_at = out + rows[:, None] * out_pitch + columns[None, :]
@@ -119,7 +118,7 @@ def act_gradient_kernel(
     GATE_UP_PAGE: tl.constexpr,
 ):
     """Computes the gradients, and act unless it is None. GATE_UP_PAGE: see [Note: lookups] in triton_pages.py."""
-    live = _live_rows(num_rows, max_rows)
+    live = live_rows(num_rows, max_rows)
     for tile in tl.range(tl.program_id(0), tl.cdiv(live, ROWS), tl.num_programs(0)):
         rows = (tile * ROWS + tl.arange(0, ROWS)).to(tl.int64)
         is_live = rows < live
@@ -164,12 +163,12 @@ def act_gradient_kernel(
 
 
 @triton.jit
-def _live_rows(num_rows, max_rows):
-    if num_rows is None:
-        live = max_rows
-    else:
-        live = tl.minimum(tl.maximum(tl.load(num_rows), 0), max_rows)
-    return live
+def load_act(gate_at, up_at, read, clamp, offset, CURVE: tl.constexpr, IS_GATED: tl.constexpr):
+    """Returns act, without a scale, in fp32. gate_at, up_at: addresses; `read` masks them. CURVE: as an int."""
+    act = _value(_gate(tl.load(gate_at, mask=read, other=0).to(tl.float32), clamp), CURVE)
+    if IS_GATED:
+        act *= _up(tl.load(up_at, mask=read, other=0).to(tl.float32), clamp, offset)
+    return act
 
 
 @triton.jit

@@ -12,8 +12,12 @@ import torch
 from tests.conftest import COMPILED
 
 STASH = "megatron.core.transformer.moe.paged_stash"
-# Functions that kernels of several packages call.
-_PAGES = "megatron.core.device.triton_pages"
+# Modules with functions that kernels of several packages call.
+_SHARED = (
+    "megatron.core.device.triton_pages",
+    "megatron.core.device.triton_tiles",
+    "megatron.core.fusions.triton_activations",
+)
 
 
 @pytest.fixture
@@ -27,8 +31,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Modul
     """Yields a function that loads a copy of a kernel module that Triton's interpreter runs on the CPU.
 
     `interpreted("triton_kernels")` loads a module of the stash. Modules of other packages are given by full name. The
-    triton_* modules of the same package that it imports are copied too, and triton_pages. sys.modules and the packages
-    store no copy.
+    triton_* modules of the same package that it imports are copied too, and those with functions of several packages.
+    sys.modules and the packages store no copy.
     During the test, functions of Triton's language are interpreted. The end of the test restores them.
     """
     triton = pytest.importorskip("triton")
@@ -90,7 +94,7 @@ def _let_bfloat16_be_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _load_copy(name: str, *, of: str = STASH) -> ModuleType:
-    prefixes = (f"{of}.triton_", _PAGES)
+    prefixes = (f"{of}.triton_", *_SHARED)
     kept = {path: module for path, module in sys.modules.items() if path.startswith(prefixes)}
     _forget(prefixes)
     try:

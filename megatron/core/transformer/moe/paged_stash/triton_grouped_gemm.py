@@ -61,6 +61,7 @@ from megatron.core.device.triton_pages import (
     find_tile,
     row_layout,
 )
+from megatron.core.device.triton_tiles import ends_of_experts, near_tile
 from megatron.core.transformer.moe.paged_stash.triton_biases import add_bias_if
 
 # Resident programs per processor of grouped_gemm_kernel, which loops over tiles, by number of warps.
@@ -116,8 +117,8 @@ def grouped_gemm_kernel(
     if tl.load(needed) == 0:
         return
     group = tl.arange(0, GROUPS)
-    ends = _ends(offsets + group, max_rows, group < num_experts)
-    starts = _ends(offsets + group - 1, max_rows, (group > 0) & (group < num_experts))
+    ends = ends_of_experts(offsets + group, max_rows, group < num_experts)
+    starts = ends_of_experts(offsets + group - 1, max_rows, (group > 0) & (group < num_experts))
     column_tiles = tl.cdiv(outer, COLUMNS)
     covered = tl.maximum(ends - starts, 0)
     if x_boxes is not None:
@@ -133,7 +134,7 @@ def grouped_gemm_kernel(
         end = tl.sum(tl.where(chosen, ends, 0), 0)
         local = tile - tl.sum(tl.where(chosen, tile_ends - tiles, 0), 0)
         first_row = start - start % ROWS if x_boxes is not None else start
-        row_tile, column_tile = _near_tile(local, tl.cdiv(end - first_row, ROWS), column_tiles)
+        row_tile, column_tile = near_tile(local, tl.cdiv(end - first_row, ROWS), column_tiles)
         first_row += row_tile * ROWS
         rows = first_row + tl.arange(0, ROWS)
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -209,9 +210,9 @@ def weight_grad_kernel(
     """
     row_tiles, column_tiles = tl.cdiv(inner, ROWS), tl.cdiv(outer, COLUMNS)
     expert = tl.program_id(0) // (row_tiles * column_tiles)
-    row_tile, column_tile = _near_tile(tl.program_id(0) % (row_tiles * column_tiles), row_tiles, column_tiles)
-    start = _ends(offsets + expert - 1, max_rows, expert > 0)
-    end = _ends(offsets + expert, max_rows, expert >= 0)
+    row_tile, column_tile = near_tile(tl.program_id(0) % (row_tiles * column_tiles), row_tiles, column_tiles)
+    start = ends_of_experts(offsets + expert - 1, max_rows, expert > 0)
+    end = ends_of_experts(offsets + expert, max_rows, expert >= 0)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
     # With unmasked loads, columns beyond the last one are replaced with valid ones, whose sums are not stored.
@@ -270,23 +271,6 @@ def weight_grad_kernel(
     if IS_ADDED:
         sums += tl.load(out_at, mask=is_row & is_column, other=0).to(tl.float32)
     tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_row & is_column)
-
-
-@triton.jit
-def _ends(offset_at, max_rows, exists):
-    """Returns the ends of experts' rows, at most max_rows; 0 for nonexistent experts."""
-    return tl.minimum(tl.maximum(tl.load(offset_at, mask=exists, other=0), 0), max_rows)
-
-
-@triton.jit
-def _near_tile(local, row_tiles, column_tiles):
-    """Returns the row and column of a tile, in an order in which tiles that read the same data run close in time."""
-    BAND: tl.constexpr = 8
-    band = local // (BAND * column_tiles)
-    first_row = band * BAND
-    height = tl.minimum(row_tiles - first_row, BAND)
-    within = local - band * BAND * column_tiles
-    return first_row + within % height, within // height
 
 
 def grouped_gemm(
