@@ -1,0 +1,454 @@
+"""Grouped GEMMs of block-scaled rows in Triton: rows times weights, and gradients of the weights.
+
+The launchers have the names and arguments of the operators in operators.py, on CUDA tensors. format.py describes the
+operands.
+
+Shapes: max_rows rows of the buffers, sorted by expert; inner: width of the rows, over which a product sums; outer: width
+of the result. Rows beyond the live ones are not read.
+
+[Note: arithmetic] A product has one of three kinds of arithmetic:
+  PROMOTED     tensor cores multiply 8-bit values. Each partial sum of one block of terms is multiplied with both scales
+               and added in fp32. For sm_90, whose sums of 8-bit products have only about 14 bits.
+  NATIVE       tensor cores of sm_100 also apply the scales, of blocks of 32. Other GPUs would emulate it in bf16.
+  DEQUANTIZED  values are decoded to bf16 in registers, and multiplied as bf16. For all GPUs; saves memory, not time.
+All kinds give NaN for rows, or all rows of an expert, of which a block has scale byte 255.
+
+[Note: accuracy] Operands are exact, so only sums and the result are rounded. Let S be the sum of the terms' magnitudes
+and K their number. Before the rounding of the result, sums in fp32 have an error of at most 2 K 2**-24 S, in the
+interpreter and on CPUs with any order of terms. That is also the bound of DEQUANTIZED, and of NATIVE if tensor cores of
+sm_100 sum in fp32, which no GPU has confirmed here. With PROMOTED, sm_90 may cut each of 32 products and the sum at
+2**-13 of the largest of them, in 4 instructions for a block of 128 terms: at most 132 * 2**-13 S, or 1.6%, plus K / 128
+roundings in fp32. Products of two scales beyond the range of fp32 become 0 or infinite.
+
+[Note: order of weights] Tensor cores of sm_90 read 8-bit operands only with adjacent terms. Rows and packed columns have
+them, and so have transposed weights. The weights of a forward have adjacent columns, so the compiler transposes each
+tile in registers, without asynchronous copies.
+"""
+# mypy: allow-untyped-defs
+
+import functools
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from enum import IntEnum
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megatron.core.block_scaled.format import BlockFormat
+from megatron.core.block_scaled.triton_quantize import check_float, decoded, scale_of
+from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
+from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, check_adjacent_columns, next_power_of_2
+from megatron.core.device.triton_tiles import ends_of_experts, near_tile
+
+
+class Arithmetic(IntEnum):
+    """How a product multiplies block-scaled operands. See [Note: arithmetic]."""
+
+    DEQUANTIZED = 0
+    PROMOTED = 1
+    NATIVE = 2
+
+
+_DEQUANTIZED = tl.constexpr(int(Arithmetic.DEQUANTIZED))
+_PROMOTED = tl.constexpr(int(Arithmetic.PROMOTED))
+# Compiler options among the entries of a tile.
+_OPTIONS = ("num_warps", "num_stages")
+
+
+@triton.jit(do_not_specialize=["max_rows"])
+def scaled_gemm_kernel(
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    offsets,
+    out,
+    max_rows,
+    num_experts,
+    inner,
+    outer,
+    x_pitch,
+    weight_expert,
+    weight_pitch,
+    out_pitch,
+    GROUPS: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TERMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ARITHMETIC: tl.constexpr,
+    IS_TRANSPOSED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    """Computes tiles [ROWS, COLUMNS] of the GEMM. Rows of `out` that belong to no expert remain unchanged.
+
+    x, weight: values, as 8-bit floats or, for DEQUANTIZED, as bytes; x_scales, weight_scales: bytes. IS_TRANSPOSED:
+    whether terms are adjacent in the weights. IS_EVEN: whether loads are unmasked.
+    """
+    group = tl.arange(0, GROUPS)
+    ends = ends_of_experts(offsets + group, max_rows, group < num_experts)
+    starts = ends_of_experts(offsets + group - 1, max_rows, (group > 0) & (group < num_experts))
+    column_tiles = tl.cdiv(outer, COLUMNS)
+    tiles = tl.cdiv(tl.maximum(ends - starts, 0), ROWS) * column_tiles
+    tile_ends = tl.cumsum(tiles, 0)
+    # See [Note: registers] in triton_grouped_gemm.py.
+    for tile in tl.range(tl.program_id(0), tl.sum(tiles, 0), tl.num_programs(0), disable_licm=True):
+        expert = tl.sum((tile_ends <= tile).to(tl.int32), 0)
+        chosen = group == expert
+        start = tl.sum(tl.where(chosen, starts, 0), 0)
+        end = tl.sum(tl.where(chosen, ends, 0), 0)
+        local = tile - tl.sum(tl.where(chosen, tile_ends - tiles, 0), 0)
+        row_tile, column_tile = near_tile(local, tl.cdiv(end - start, ROWS), column_tiles)
+        rows = start + row_tile * ROWS + tl.arange(0, ROWS)
+        columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+        # Rows and columns beyond the last one are replaced with valid ones, whose sums are not stored.
+        x_at = tl.minimum(rows, end - 1).to(tl.int64) * x_pitch
+        read_columns = columns % outer
+        expert_at = expert.to(tl.int64) * weight_expert
+        if IS_TRANSPOSED:
+            column_at = expert_at + read_columns.to(tl.int64) * weight_pitch
+            # Scales are equal in all rows of a square.
+            scale_at = expert_at + (read_columns // BLOCK * BLOCK).to(tl.int64) * weight_pitch
+            term_step, block_step = 1, 1
+        else:
+            column_at = expert_at + read_columns.to(tl.int64)
+            scale_at = expert_at + (read_columns // BLOCK).to(tl.int64)
+            term_step, block_step = weight_pitch, BLOCK * weight_pitch
+        sums = _sum_of_terms(
+            x + x_at,
+            x_scales + x_at,
+            weight + column_at,
+            weight_scales + scale_at,
+            0,
+            inner,
+            term_step,
+            block_step,
+            TERMS,
+            BLOCK,
+            ARITHMETIC,
+            IS_EVEN,
+        )
+        out_at = out + rows[:, None].to(tl.int64) * out_pitch + columns[None, :]
+        is_out = (rows < end)[:, None] & (columns[None, :] < outer)
+        tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_out)
+
+
+@triton.jit(do_not_specialize=["max_rows"])
+def scaled_weight_grad_kernel(
+    x,
+    x_scales,
+    grad,
+    grad_scales,
+    offsets,
+    out,
+    max_rows,
+    inner,
+    outer,
+    x_pitch,
+    grad_pitch,
+    out_expert,
+    out_row,
+    out_column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TERMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ARITHMETIC: tl.constexpr,
+):
+    """Computes the gradients of all experts' weights from packed columns. Each program sums one tile over an expert.
+
+    The rows of each expert begin and end at multiples of BLOCK and of TERMS.
+    """
+    row_tiles, column_tiles = tl.cdiv(inner, ROWS), tl.cdiv(outer, COLUMNS)
+    expert = tl.program_id(0) // (row_tiles * column_tiles)
+    row_tile, column_tile = near_tile(tl.program_id(0) % (row_tiles * column_tiles), row_tiles, column_tiles)
+    start = ends_of_experts(offsets + expert - 1, max_rows, expert > 0)
+    end = ends_of_experts(offsets + expert, max_rows, expert >= 0)
+    rows = row_tile * ROWS + tl.arange(0, ROWS)
+    columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    x_at = (rows % inner).to(tl.int64) * x_pitch
+    grad_at = (columns % outer).to(tl.int64) * grad_pitch
+    sums = _sum_of_terms(
+        x + x_at,
+        x_scales + x_at,
+        grad + grad_at,
+        grad_scales + grad_at,
+        start,
+        end,
+        1,
+        1,
+        TERMS,
+        BLOCK,
+        ARITHMETIC,
+        True,
+    )
+    out_at = out + expert.to(tl.int64) * out_expert
+    out_at += rows[:, None].to(tl.int64) * out_row + columns[None, :].to(tl.int64) * out_column
+    tl.store(out_at, sums.to(out.dtype.element_ty), mask=(rows < inner)[:, None] & (columns < outer)[None, :])
+
+
+@triton.jit
+def _sum_of_terms(
+    left_at,
+    left_scale_at,
+    right_at,
+    right_scale_at,
+    start,
+    end,
+    right_step,
+    right_block_step,
+    TERMS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ARITHMETIC: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+):
+    """Returns the sums over terms start to end, fp32. left_at, right_at: addresses of rows and of columns.
+
+    right_step, right_block_step: distances of terms and of blocks of terms on the right; they are adjacent on the left.
+    """
+    ROWS: tl.constexpr = left_at.shape[0]
+    COLUMNS: tl.constexpr = right_at.shape[0]
+    term = tl.arange(0, TERMS)
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for first in tl.range(start, end, TERMS):
+        terms = first + term
+        left_tile = left_at[:, None] + terms[None, :]
+        right_tile = right_at[None, :] + terms[:, None].to(tl.int64) * right_step
+        if IS_EVEN:
+            left, right = tl.load(left_tile), tl.load(right_tile)
+        else:
+            # Beyond the last term are bytes of scales.
+            left = tl.load(left_tile, mask=(terms < end)[None, :], other=0.0)
+            right = tl.load(right_tile, mask=(terms < end)[:, None], other=0.0)
+        block = (first // BLOCK).to(tl.int64)
+        if ARITHMETIC == _PROMOTED:
+            left_scale = scale_of(tl.load(left_scale_at + block))
+            right_scale = scale_of(tl.load(right_scale_at + block * right_block_step))
+            part = tl.dot(left, right)
+            sums += part * (left_scale[:, None] * right_scale[None, :])
+        elif ARITHMETIC == _DEQUANTIZED:
+            left_scale = tl.load(left_scale_at + block)
+            right_scale = tl.load(right_scale_at + block * right_block_step)
+            left = decoded(left, left_scale[:, None]).to(tl.bfloat16)
+            right = decoded(right, right_scale[None, :]).to(tl.bfloat16)
+            sums = tl.dot(left, right, sums)
+        else:
+            blocks = block + tl.arange(0, TERMS // BLOCK)
+            left_scales = left_scale_at[:, None] + blocks[None, :]
+            right_scales = right_scale_at[:, None] + blocks[None, :] * right_block_step
+            if IS_EVEN:
+                left_scale, right_scale = tl.load(left_scales), tl.load(right_scales)
+            else:
+                is_block = (blocks * BLOCK < end)[None, :]
+                left_scale = tl.load(left_scales, mask=is_block, other=127)
+                right_scale = tl.load(right_scales, mask=is_block, other=127)
+            sums = tl.dot_scaled(left, left_scale, "e4m3", right, right_scale, "e4m3", sums)
+    return sums
+
+
+def scaled_product(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    block: int,
+    offsets: Tensor,
+    width: int,
+    is_transposed: bool,
+    out: Tensor,
+    arithmetic: Arithmetic | None = None,
+) -> None:
+    """Multiplies the rows of expert i by its decoded weights, or by the transposed ones.
+
+    x: [C, row_bytes(H)], uint8; weight: [e, H, row_bytes(O)], uint8; offsets: [e], int32; out: [C, O], bf16 or fp32.
+    With is_transposed, x has O columns and out has H. width: O. arithmetic: for tests; None chooses by the GPU.
+    """
+    if arithmetic is None:
+        arithmetic = _arithmetic_of(x.device, block)
+    launch, tile_rows, column_tiles = _product(
+        (weight.shape[0], weight.shape[1], width),
+        (x.stride(), weight.stride(), out.stride()),
+        out.dtype,
+        block,
+        is_transposed,
+        arithmetic,
+    )
+    inner, columns = (width, width) if is_transposed else (weight.shape[1], width)
+    tensors = (*_parts(x, inner, arithmetic), *_parts(weight, columns, arithmetic), offsets, out)
+    max_rows = out.shape[0]
+    launch((-(-max_rows // tile_rows) + weight.shape[0]) * column_tiles, tensors, (max_rows,))
+
+
+def scaled_weight_grad(
+    x: Tensor,
+    grad: Tensor,
+    *,
+    block: int,
+    offsets: Tensor,
+    rows: int,
+    out: Tensor,
+    arithmetic: Arithmetic | None = None,
+) -> None:
+    """Computes x^T grad of each expert from packed columns, 0 for an expert without rows.
+
+    x: [H, row_bytes(C)], uint8; grad: [O, row_bytes(C)], uint8; offsets: [e], int32, multiples of the block; out: [e, H,
+    O], bf16 or fp32. rows: C. arithmetic: as in scaled_product.
+    """
+    if arithmetic is None:
+        arithmetic = _arithmetic_of(x.device, block)
+    launch, programs = _weight_grad(
+        tuple(out.shape), (x.stride(), grad.stride(), out.stride()), out.dtype, block, arithmetic
+    )
+    launch(programs, (*_parts(x, rows, arithmetic), *_parts(grad, rows, arithmetic), offsets, out), (rows,))
+
+
+def _arithmetic_of(device: torch.device, block: int) -> Arithmetic:
+    """Returns the fastest arithmetic of a device. See [Note: arithmetic]."""
+    if device.type != "cuda":
+        return Arithmetic.DEQUANTIZED
+    major, _ = torch.cuda.get_device_capability(device)
+    if block == 32:
+        return Arithmetic.NATIVE if major == 10 else Arithmetic.DEQUANTIZED
+    return Arithmetic.PROMOTED if major >= 9 else Arithmetic.DEQUANTIZED
+
+
+def _parts(packed: Tensor, width: int, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
+    """Returns views that begin at the values and at the scales of packed rows."""
+    values = packed if arithmetic is Arithmetic.DEQUANTIZED else packed.view(torch.float8_e4m3fn)
+    return values, packed[..., width:]
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _product(
+    shape: tuple[int, int, int],
+    strides: tuple[tuple[int, ...], ...],
+    out_dtype: torch.dtype,
+    block: int,
+    is_transposed: bool,
+    arithmetic: Arithmetic,
+) -> tuple[PreparedLaunch, int, int]:
+    """Returns a launch of scaled_gemm_kernel, the rows of a tile, and the number of tiles in a row.
+
+    shape: [e, H, O]; strides: x, weight, out.
+    """
+    check_float(out_dtype)
+    x_strides, weight_strides, out_strides = strides
+    check_adjacent_columns(2, x_strides[1], weight_strides[2], out_strides[1])
+    experts, inner, outer = shape
+    if is_transposed:
+        inner, outer = outer, inner
+    tile = _product_tile(block, arithmetic)
+    options = {key: tile.pop(key) for key in _OPTIONS}
+    pitches = {
+        "x_pitch": x_strides[0],
+        "weight_expert": weight_strides[0],
+        "weight_pitch": weight_strides[1],
+        "out_pitch": out_strides[0],
+    }
+    constants = {
+        "GROUPS": next_power_of_2(max(experts, 1)),
+        "BLOCK": block,
+        "ARITHMETIC": int(arithmetic),
+        "IS_TRANSPOSED": is_transposed,
+        "IS_EVEN": inner % tile["TERMS"] == 0,
+    }
+    fixed = {"num_experts": experts, "inner": inner, "outer": outer, **pitches, **tile, **constants}
+    launch = PreparedLaunch(scaled_gemm_kernel, fixed, options=options, per_processor=1)
+    return launch, tile["ROWS"], -(-outer // tile["COLUMNS"]) if experts else 0
+
+
+@functools.lru_cache(MAX_PREPARED)
+def _weight_grad(
+    shape: tuple[int, int, int],
+    strides: tuple[tuple[int, ...], ...],
+    out_dtype: torch.dtype,
+    block: int,
+    arithmetic: Arithmetic,
+) -> tuple[PreparedLaunch, int]:
+    """Returns a launch of scaled_weight_grad_kernel, and its programs. shape: [e, H, O]; strides: x, grad, out."""
+    check_float(out_dtype)
+    (experts, inner, outer), (x_strides, grad_strides, out_strides) = shape, strides
+    check_adjacent_columns(2, x_strides[1], grad_strides[1])
+    tile = _weight_grad_tile(block, arithmetic)
+    options = {key: tile.pop(key) for key in _OPTIONS}
+    names = ("out_expert", "out_row", "out_column")
+    sizes = {"inner": inner, "outer": outer, "x_pitch": x_strides[0], "grad_pitch": grad_strides[0]}
+    fixed = {**sizes, **dict(zip(names, out_strides)), **tile, "BLOCK": block, "ARITHMETIC": int(arithmetic)}
+    programs = experts * -(-inner // tile["ROWS"]) * -(-outer // tile["COLUMNS"])
+    return PreparedLaunch(scaled_weight_grad_kernel, fixed, options=options), programs
+
+
+def _product_tile(block: int, arithmetic: Arithmetic) -> dict[str, int]:
+    """Returns the tile sizes, warps and stages of a product. Larger tiles would spill registers."""
+    if arithmetic is Arithmetic.NATIVE:
+        return {"ROWS": 128, "COLUMNS": 256, "TERMS": 128, "num_warps": 8, "num_stages": 3}
+    terms = block if arithmetic is Arithmetic.PROMOTED else min(block, 64)
+    return {"ROWS": 128, "COLUMNS": 128, "TERMS": terms, "num_warps": 8, "num_stages": 3}
+
+
+def _weight_grad_tile(block: int, arithmetic: Arithmetic) -> dict[str, int]:
+    """Returns the tile sizes, warps and stages of a weight gradient. TERMS divides the alignment of experts."""
+    terms = min(block, 64) if arithmetic is Arithmetic.DEQUANTIZED else block
+    return {"ROWS": 128, "COLUMNS": 128, "TERMS": terms, "num_warps": 8, "num_stages": 3}
+
+
+def residencies(num_warps: int) -> Mapping[str, Residency]:
+    """Maps each kernel's name to the residency that its launcher assumes, for programs of num_warps warps."""
+    return {"scaled_gemm_kernel": Residency(), "scaled_weight_grad_kernel": Residency()}
+
+
+def compile_cases() -> Iterator[CompileCase]:
+    """Yields compile cases of all kinds of arithmetic, of forward, of transposed weights and of weight gradients."""
+    kinds = (
+        (Arithmetic.PROMOTED, 128, 90),
+        (Arithmetic.NATIVE, 32, 100),
+        (Arithmetic.DEQUANTIZED, 128, 80),
+        (Arithmetic.DEQUANTIZED, 32, 80),
+    )
+    size, scales = "i32:16", "*u8:16"
+    for arithmetic, block, first in kinds:
+        data = "*u8:16" if arithmetic is Arithmetic.DEQUANTIZED else "*fp8e4nv:16"
+        shared = {"x": data, "x_scales": scales, "offsets": "*i32:16", "out": "*bf16:16", "max_rows": "i32"}
+        sizes = {"inner": size, "outer": size, "x_pitch": size}
+        constants = {"BLOCK": block, "ARITHMETIC": int(arithmetic)}
+        for is_transposed in (False, True):
+            tile = _product_tile(block, arithmetic)
+            options = {key: tile.pop(key) for key in _OPTIONS}
+            case = compile_case(
+                scaled_gemm_kernel,
+                f"scaled_product, {arithmetic.name.lower()}, blocks of {block}{', transposed' if is_transposed else ''}",
+                options=options,
+                weight=data,
+                weight_scales=scales,
+                num_experts="i32",
+                weight_expert=size,
+                weight_pitch=size,
+                out_pitch=size,
+                GROUPS=32,
+                IS_TRANSPOSED=is_transposed,
+                IS_EVEN=True,
+                **shared,
+                **sizes,
+                **constants,
+                **tile,
+            )
+            yield replace(case, first_architecture=first)
+        tile = _weight_grad_tile(block, arithmetic)
+        options = {key: tile.pop(key) for key in _OPTIONS}
+        case = compile_case(
+            scaled_weight_grad_kernel,
+            f"scaled_weight_grad, {arithmetic.name.lower()}, blocks of {block}",
+            options=options,
+            grad=data,
+            grad_scales=scales,
+            grad_pitch=size,
+            out_expert=size,
+            out_row=size,
+            out_column=1,
+            **shared,
+            **sizes,
+            **constants,
+            **tile,
+        )
+        yield replace(case, first_architecture=first)
