@@ -60,8 +60,11 @@ SHARED_BYTES = {80: 164 * 1024, 90: 228 * 1024, 100: 228 * 1024}
 RESERVED_BYTES = 1024  # shared memory reserved for each block
 # Tensor-core instructions of each architecture at full rate. sm_90 and sm_100 run older ones at a lower rate.
 TENSOR_CORES = {80: "HMMA", 90: "HGMMA", 100: "UTCHMMA"}
-_TENSOR_CORE = r"(HMMA|HGMMA|UTC\w*MMA)\b"
+# The same for 8-bit floats. An emulation in bf16 would have the instruction of TENSOR_CORES.
+FP8_TENSOR_CORES = {90: "QGMMA", 100: "UTCQMMA"}
+_TENSOR_CORE = r"(HMMA|HGMMA|QGMMA|UTC\w*MMA)\b"
 PRODUCTS = ("grouped_gemm_kernel", "weight_grad_kernel")
+SCALED_PRODUCTS = ("scaled_gemm_kernel", "scaled_weight_grad_kernel")
 _ASYNCHRONOUS = ("LDGSTS", "UTMALDG", "UBLKCP")
 
 
@@ -264,8 +267,13 @@ def _has_wrong_residency(row: Row) -> bool:
     return row.facts.programs < assumed.at_least or row.facts.programs > (assumed.at_most or BLOCKS)
 
 
-def _is_half_product(row: Row) -> bool:
-    return row.kernel in PRODUCTS and row.dtype in ("bf16", "fp16")
+def _is_tensor_product(row: Row) -> bool:
+    return row.kernel in (*PRODUCTS, *SCALED_PRODUCTS) and row.dtype in ("bf16", "fp16", "fp8e4nv")
+
+
+def _tensor_core_of(row: Row) -> str:
+    """Returns the tensor-core instruction at full rate. Block-scaled products that decode operands have out's dtype."""
+    return (FP8_TENSOR_CORES if row.dtype == "fp8e4nv" else TENSOR_CORES)[row.architecture]
 
 
 def registers_of(facts: Facts) -> int:
@@ -289,8 +297,8 @@ MISSES = {
         lambda row: row.can_be_wide and min(row.facts.loads, row.facts.stores) < 128,
     ),
     "no tensor cores": Miss(
-        "a half-precision GEMM without its architecture's tensor-core instruction",
-        lambda row: _is_half_product(row) and TENSOR_CORES[row.architecture] not in row.facts.tensor,
+        "a GEMM in half precision or 8 bits without its architecture's tensor-core instruction",
+        lambda row: _is_tensor_product(row) and _tensor_core_of(row) not in row.facts.tensor.split(),
     ),
     "lost by ptxas": Miss(
         "memory accesses are narrower than in PTX, or tensor-core instructions of PTX are missing",
@@ -301,8 +309,8 @@ MISSES = {
         ),
     ),
     "no async copies": Miss(
-        "a half-precision GEMM whose operands pass through registers",
-        lambda row: _is_half_product(row) and row.facts.asynchronous == 0,
+        "a GEMM in half precision or 8 bits whose operands all pass through registers",
+        lambda row: _is_tensor_product(row) and row.facts.asynchronous == 0,
     ),
 }
 
@@ -466,7 +474,7 @@ on a GPU. `tests/unit_tests/core/test_compiled_kernels.py` pins the misses.
 | assumed | resident programs that the launcher assumes for its grid, from `residencies()` next to the launcher |
 | bits | widest load / store of global memory, in bits |
 | async | number of instructions that copy from global to shared memory without registers |
-| tensor | tensor-core instructions with their counts: HMMA on sm_80, HGMMA on sm_90, UTCHMMA on sm_100 |
+| tensor | tensor-core instructions: HMMA on sm_80, HGMMA on sm_90, UTCHMMA on sm_100; in 8 bits QGMMA, UTCQMMA |
 | misses | kinds of misses, explained in the next section |
 
 Names of launches:
@@ -487,6 +495,9 @@ Names of launches:
 - *in pages*: rows of x and *gate_up* in pages of the stash's arena; gradients, and x of an added product, are not. The
   gradient of an activation then also writes *act*. *by descriptors*: a product that reads x and the weights by tensor
   descriptors, on sm_90 and later. Only measurements launch it, because no GPU has run it yet.
+- *blocks of n*: kernels on block-scaled rows ([block_scaled.md](block_scaled.md)). *promoted*, *native* and
+  *dequantized*: the arithmetic of their products, of which only the first two use 8-bit tensor cores. *backward*: a
+  product with transposed weights. *columns*: packed columns from packed rows. *weights*: quantized in square blocks.
 - Storage formats of `adam_kernel`, such as *bf16 with remainders*, are listed in `ADAM_FORMS`. *divided*: gradients are
   divided by a number on the device. *can skip*: a device flag can skip the update. *decoupled*: weight decay as in
   AdamW.

@@ -24,6 +24,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import JITFunction, create_function_from_signature
 
+from megatron.core.block_scaled import triton_products, triton_quantize
+from megatron.core.block_scaled.format import BLOCKS, BlockFormat
+from megatron.core.block_scaled.triton_products import Arithmetic
 from megatron.core.device.triton_compile import CompileCase
 from megatron.core.fusions import triton_activations
 from megatron.core.fusions.gated_activation import ActivationForm
@@ -52,6 +55,8 @@ MODULES: tuple[ModuleType, ...] = (
     triton_kernels,
     triton_rope,
     triton_adam,
+    triton_quantize,
+    triton_products,
 )
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 EXPERTS = (1, 8, 32, 128, 256)
@@ -60,6 +65,9 @@ ROWS, TOKENS = 4096, 2048
 NUM_ROWS = torch.empty(1, dtype=torch.int64)
 # Kernels that copy rows or pages, or add or rotate rows.
 MOVING = ("copy_kernel", "gather_kernel", "sum_kernel", "rotate_kernel", "rotate_grads_kernel")
+# The oldest architecture on which launchers choose an arithmetic, and the blocks with which they do.
+FIRST_ARCHITECTURES = {Arithmetic.PROMOTED: 90, Arithmetic.NATIVE: 100, Arithmetic.DEQUANTIZED: 80}
+SCALED_KINDS = ((Arithmetic.PROMOTED, 128), (Arithmetic.NATIVE, 32), *((Arithmetic.DEQUANTIZED, one) for one in BLOCKS))
 # Options of a launch that are not arguments of its kernel.
 _OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 
@@ -469,6 +477,92 @@ def adam(form: str, *, is_divided: bool = True, can_skip: bool = True, is_decoup
     )
 
 
+def quantized(dtype: str, width: int, block: int, *, num_rows: Tensor | None = NUM_ROWS) -> None:
+    """Launches the quantization of rows, and their decoding. num_rows: [1], int64, or None."""
+    rows, packed = _empty(ROWS, width, dtype=DTYPES[dtype]), BlockFormat(block).empty_rows(ROWS, width)
+    triton_quantize.quantize(rows, block=block, num_rows=num_rows, out=packed)
+    triton_quantize.dequantize(packed, block=block, num_rows=num_rows, out=rows)
+
+
+def quantized_act(dtype: str, ffn: int, block: int, *, form: ActivationForm, scale: str | None = "fp32") -> None:
+    """Launches an activation whose result is quantized. scale: dtype of the rows' weights, or None."""
+    width = ffn * (2 if form.activation.is_gated else 1)
+    gate_up, packed = _empty(ROWS, width, dtype=DTYPES[dtype]), BlockFormat(block).empty_rows(ROWS, ffn)
+    weights = None if scale is None else torch.empty(ROWS, dtype=DTYPES[scale])
+    triton_quantize.gated_activation_quantize(
+        gate_up, weights, block=block, num_rows=NUM_ROWS, out=packed, **form.arguments
+    )
+
+
+def quantized_columns(width: int, block: int, *, rows: int = ROWS) -> None:
+    """Launches the quantization of the columns of packed rows."""
+    form = BlockFormat(block)
+    packed, columns = form.empty_rows(rows, width), form.empty_rows(width, rows)
+    triton_quantize.quantize_columns(packed, block=block, num_rows=NUM_ROWS, out=columns)
+
+
+@dataclass(frozen=True)
+class ScaledProduct:
+    """Sizes of a grouped GEMM of block-scaled rows with weights [e, inner, outer]."""
+
+    arithmetic: Arithmetic
+    block: int
+    experts: int
+    inner: int
+    outer: int
+
+    @property
+    def words(self) -> str:
+        """Arithmetic and block for names of launches."""
+        return f"{self.arithmetic.name.lower()}, blocks of {self.block}"
+
+    def launches(self, name: str, launcher: Callable[[], None]) -> Iterator[Launch]:
+        """Yields the launches of one of the methods below, for architectures that have the arithmetic."""
+        for launch in launches(f"{name}, {self.words}", launcher):
+            first = FIRST_ARCHITECTURES[self.arithmetic]
+            yield replace(launch, case=replace(launch.case, first_architecture=first))
+
+    def quantized_weights(self, dtype: str = "bf16", *, is_stored: bool = True) -> None:
+        """Launches the quantization of the weights, or of a transposed view."""
+        shape = (self.inner, self.outer) if is_stored else (self.outer, self.inner)
+        weight, packed = _empty(self.experts, *shape, dtype=DTYPES[dtype]), self._weights()
+        triton_quantize.quantize_squares(weight if is_stored else weight.transpose(1, 2), block=self.block, out=packed)
+
+    def forward(self) -> None:
+        """Launches the product with the weights."""
+        self._product(self.inner, self.outer, is_transposed=False)
+
+    def backward(self) -> None:
+        """Launches the product with the transposed weights."""
+        self._product(self.outer, self.inner, is_transposed=True)
+
+    def weight_grad(self) -> None:
+        """Launches the gradient of the weights."""
+        form = BlockFormat(self.block)
+        x, grad = form.empty_rows(self.inner, ROWS), form.empty_rows(self.outer, ROWS)
+        out = _empty(self.experts, self.inner, self.outer, dtype=torch.bfloat16)
+        offsets = torch.empty(self.experts, dtype=torch.int32)
+        triton_products.scaled_weight_grad(
+            x, grad, block=self.block, offsets=offsets, rows=ROWS, out=out, arithmetic=self.arithmetic
+        )
+
+    def _product(self, inner: int, outer: int, *, is_transposed: bool) -> None:
+        x, out = BlockFormat(self.block).empty_rows(ROWS, inner), _empty(ROWS, outer, dtype=torch.bfloat16)
+        triton_products.scaled_product(
+            x,
+            self._weights(),
+            block=self.block,
+            offsets=torch.empty(self.experts, dtype=torch.int32),
+            width=self.outer,
+            is_transposed=is_transposed,
+            out=out,
+            arithmetic=self.arithmetic,
+        )
+
+    def _weights(self) -> Tensor:
+        return BlockFormat(self.block).empty_rows(self.experts, self.inner, self.outer)
+
+
 def _stored(kind: str, numel: int) -> StoredFloats:
     if kind == "remainders":
         return WithRemainder(torch.zeros(numel, dtype=torch.bfloat16))
@@ -500,6 +594,7 @@ def matrix() -> list[Launch]:
         _paged(),
         _heads(),
         _adams(),
+        _block_scaled(),
     )
     return distinct(itertools.chain.from_iterable(found))
 
@@ -659,6 +754,32 @@ def _adams() -> Iterator[Launch]:
         yield from launches(words, run)
 
 
+def _block_scaled() -> Iterator[Launch]:
+    for dtype, width, block in itertools.product(("bf16", "fp32"), (2048, 2040, 96, 1), BLOCKS):
+        words = f"{dtype}, width {width}, blocks of {block}"
+        yield from launches(words, functools.partial(quantized, dtype, width, block))
+        yield from launches(f"{words}, all rows", functools.partial(quantized, dtype, width, block, num_rows=None))
+    forms = (ActivationForm(), ActivationForm("swiglu", 7.0, 1.0), ActivationForm("squared_relu"))
+    for dtype, form, width, block in itertools.product(("bf16", "fp32"), forms, (2048, 2040), BLOCKS):
+        name = f"{form.name}{'' if form.clamp is None else ' clamped'}"
+        run = functools.partial(quantized_act, dtype, width, block, form=form)
+        yield from launches(f"{name}, {dtype}, scaled, ffn {width}, blocks of {block}", run)
+    for width, rows, block in itertools.product((2048, 2040), (ROWS, ROWS - 1), BLOCKS):
+        run = functools.partial(quantized_columns, width, block, rows=rows)
+        yield from launches(f"columns of {rows} rows, width {width}, blocks of {block}", run)
+    for (arithmetic, block), experts, outer in itertools.product(SCALED_KINDS, (1, 32, 256), (1536, 1544)):
+        product = ScaledProduct(arithmetic, block, experts, outer + 512, outer)
+        words = f"{experts} experts, {product.inner} x {outer}"
+        yield from product.launches(f"product, {words}", product.forward)
+        yield from product.launches(f"backward, {words}", product.backward)
+        yield from product.launches(f"weight gradient, {words}", product.weight_grad)
+        if arithmetic is Arithmetic.DEQUANTIZED:
+            for dtype, is_stored in itertools.product(("bf16", "fp32"), (True, False)):
+                layout = "stored" if is_stored else "transposed"
+                run = functools.partial(product.quantized_weights, dtype, is_stored=is_stored)
+                yield from launches(f"weights, {dtype}, {words} {layout}, blocks of {block}", run)
+
+
 # Section: hot shapes.
 
 
@@ -704,6 +825,7 @@ class HotModel:
         page_bytes = self.page_tokens * self.hidden * 2
         yield from launches(f"{self.name}: stash", functools.partial(stash, page_bytes, 4), can_be_wide=True)
         yield from self._paged_launches()
+        yield from self._scaled_launches()
         if self.heads is not None:
             yield from launches(f"{self.name}: heads", self.heads.launch, can_be_wide=True)
         else:
@@ -738,6 +860,26 @@ class HotModel:
         yield from launches(f"{self.name}: swiglu, in pages", run)
         yield from launches(f"{self.name}: tokens, in pages", tokens, can_be_wide=True)
         yield from (one for one in launches(f"{self.name}: places", plan) if one.kernel_name == "plan_kernel")
+
+    def _scaled_launches(self) -> Iterator[Launch]:
+        """Yields the launches of block-scaled experts: rows and weights are quantized, and products run in 8 bits."""
+        for block in BLOCKS:
+            name = f"{self.name}: blocks of {block}"
+            yield from launches(f"{name}, x", functools.partial(quantized, "bf16", self.hidden, block))
+            yield from launches(f"{name}, gate_up", functools.partial(quantized, "bf16", 2 * self.ffn, block))
+            run = functools.partial(quantized_act, "bf16", self.ffn, block, form=ActivationForm())
+            yield from launches(f"{name}, swiglu", run)
+            yield from launches(f"{name}, columns of x", functools.partial(quantized_columns, self.hidden, block))
+        for arithmetic, block in SCALED_KINDS:
+            fc1 = ScaledProduct(arithmetic, block, self.experts, self.hidden, 2 * self.ffn)
+            fc2 = ScaledProduct(arithmetic, block, self.experts, self.ffn, self.hidden)
+            for name, product in {"fc1": fc1, "fc2": fc2}.items():
+                yield from product.launches(f"{self.name}: {name}", product.forward)
+                yield from product.launches(f"{self.name}: {name} backward", product.backward)
+                yield from product.launches(f"{self.name}: {name} weight gradient", product.weight_grad)
+                if arithmetic is Arithmetic.DEQUANTIZED:
+                    words = f"{self.name}: blocks of {block}, weights of {name}"
+                    yield from launches(words, product.quantized_weights)
 
 
 _QWEN3_HEADS = Heads("bf16", 128, 64, groups=4, queries=8, norms="plain")

@@ -73,8 +73,8 @@ class BlockFormat:
             raise ValueError(f"{name} has dtype {packed.dtype}: packed rows must be uint8")
         if packed.dim() < 2 or packed.shape[-1] != required:
             raise ValueError(
-                f"{name} has shape {list(packed.shape)}: packed rows of {width} elements in blocks of {self.block} must "
-                f"have {required} bytes"
+                f"{name} has shape {list(packed.shape)}: packed rows of {width} elements in blocks of {self.block} "
+                f"must have {required} bytes"
             )
         if packed.stride(-1) != 1:
             raise ValueError(f"{name} has bytes {packed.stride(-1)} apart: the bytes of a packed row must be adjacent")

@@ -15,10 +15,10 @@ power of two. A block of zeros has byte 0, finite blocks have at most 247.
 [Note: values] An element x becomes x / s, rounded to the nearest e4m3 number, to the even one of two, with e4m3's
 subnormals. x / s is exact in fp32, or so small that it becomes zero. The sign remains, also that of zeros.
 
-[Note: exact] A decoded element is exact in fp32. It is exact in bf16 for scales of at least 2**-124; smaller scales have
-only blocks with elements below 2**-115, whose results are rounded to bf16's subnormals. Elements of a block with byte
-255 decode to NaN, and so does the value 0x7F under any scale. Quantizing decoded rows again gives rows that decode to
-the same numbers.
+[Note: exact] A decoded element is exact in fp32. It is exact in bf16 for scales of at least 2**-124. Only blocks with
+elements below 2**-116 have smaller scales, and their elements are rounded to bf16's subnormals. Elements of a block
+with byte 255 decode to NaN, and so does the value 0x7F under any scale. Elements of at least 1.9375 * 2**127 round to
+2**128, which decodes to infinity. Quantizing finite decoded rows again gives rows that decode to the same numbers.
 """
 
 import torch
@@ -117,8 +117,8 @@ def scaled_product(
 def scaled_weight_grad(x: Tensor, grad: Tensor, form: BlockFormat, *, ends: list[int], rows: int, out: Tensor) -> None:
     """Computes x^T grad of each expert's rows from packed columns, in fp32, with one rounding to out's dtype.
 
-    x: [H, row_bytes(C)], uint8; grad: [O, row_bytes(C)], uint8; out: [e, H, O], bf16 or fp32. rows: C. ends: end of each
-    expert's rows, multiples of the block. Experts without rows receive 0.
+    x: [H, row_bytes(C)], uint8; grad: [O, row_bytes(C)], uint8; out: [e, H, O], bf16 or fp32. rows: C. ends: end of
+    each expert's rows, multiples of the block. Experts without rows receive 0.
     """
     left, right = (_decoded(one, form, width=rows) for one in (x, grad))
     start = 0

@@ -3,8 +3,8 @@
 The launchers have the names and arguments of the operators in operators.py, on CUDA tensors. format.py describes the
 operands.
 
-Shapes: max_rows rows of the buffers, sorted by expert; inner: width of the rows, over which a product sums; outer: width
-of the result. Rows beyond the live ones are not read.
+Shapes: max_rows rows of the buffers, sorted by expert; inner: width of the rows, over which a product sums; outer:
+width of the result. Rows beyond the live ones are not read.
 
 [Note: arithmetic] A product has one of three kinds of arithmetic:
   PROMOTED     tensor cores multiply 8-bit values. Each partial sum of one block of terms is multiplied with both scales
@@ -14,15 +14,17 @@ of the result. Rows beyond the live ones are not read.
 All kinds give NaN for rows, or all rows of an expert, of which a block has scale byte 255.
 
 [Note: accuracy] Operands are exact, so only sums and the result are rounded. Let S be the sum of the terms' magnitudes
-and K their number. Before the rounding of the result, sums in fp32 have an error of at most 2 K 2**-24 S, in the
-interpreter and on CPUs with any order of terms. That is also the bound of DEQUANTIZED, and of NATIVE if tensor cores of
-sm_100 sum in fp32, which no GPU has confirmed here. With PROMOTED, sm_90 may cut each of 32 products and the sum at
-2**-13 of the largest of them, in 4 instructions for a block of 128 terms: at most 132 * 2**-13 S, or 1.6%, plus K / 128
-roundings in fp32. Products of two scales beyond the range of fp32 become 0 or infinite.
+and K their number. Before the rounding of the result, sums in fp32 have an error of at most 2 K 2**-24 S, with any
+order of terms: on CPUs, in the interpreter, and with DEQUANTIZED, apart from elements that bf16 rounds ([Note: exact]
+in reference.py). Tensor cores of sm_90 and sm_100 may sum 8-bit products with less. If each of the 32 products of an
+instruction and their sum are cut at 2**-13 of the largest of them, a block of 128 terms, which needs 4 instructions,
+has an error of at most 132 * 2**-13 S, or 1.6%. PROMOTED adds the blocks in fp32. NATIVE leaves all sums to the
+hardware. No GPU has confirmed these figures here. PROMOTED multiplies both scales first: products of two scales beyond
+the range of fp32 become 0 or infinite.
 
-[Note: order of weights] Tensor cores of sm_90 read 8-bit operands only with adjacent terms. Rows and packed columns have
-them, and so have transposed weights. The weights of a forward have adjacent columns, so the compiler transposes each
-tile in registers, without asynchronous copies.
+[Note: order of weights] Tensor cores of sm_90 read 8-bit operands only with adjacent terms. Rows and packed columns
+have them, and so have transposed weights. The weights of a forward have adjacent columns, so on sm_90 each tile of
+weights passes through registers, where the compiler transposes it.
 """
 # mypy: allow-untyped-defs
 
@@ -36,7 +38,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.block_scaled.triton_quantize import check_float, decoded, scale_of
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, check_adjacent_columns, next_power_of_2
@@ -51,8 +52,8 @@ class Arithmetic(IntEnum):
     NATIVE = 2
 
 
-_DEQUANTIZED = tl.constexpr(int(Arithmetic.DEQUANTIZED))
 _PROMOTED = tl.constexpr(int(Arithmetic.PROMOTED))
+_NATIVE = tl.constexpr(int(Arithmetic.NATIVE))
 # Compiler options among the entries of a tile.
 _OPTIONS = ("num_warps", "num_stages")
 
@@ -101,27 +102,29 @@ def scaled_gemm_kernel(
         end = tl.sum(tl.where(chosen, ends, 0), 0)
         local = tile - tl.sum(tl.where(chosen, tile_ends - tiles, 0), 0)
         row_tile, column_tile = near_tile(local, tl.cdiv(end - start, ROWS), column_tiles)
-        rows = start + row_tile * ROWS + tl.arange(0, ROWS)
+        first_row = start + row_tile * ROWS
+        row = tl.arange(0, ROWS)
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         # Rows and columns beyond the last one are replaced with valid ones, whose sums are not stored.
-        x_at = tl.minimum(rows, end - 1).to(tl.int64) * x_pitch
+        first_at = first_row.to(tl.int64) * x_pitch
+        row_at = tl.minimum(row, end - 1 - first_row) * x_pitch
         read_columns = columns % outer
         expert_at = expert.to(tl.int64) * weight_expert
+        # Scales are equal in all rows and columns of a square.
+        scale_columns = column_tile if COLUMNS == BLOCK else read_columns // BLOCK
         if IS_TRANSPOSED:
-            column_at = expert_at + read_columns.to(tl.int64) * weight_pitch
-            # Scales are equal in all rows of a square.
-            scale_at = expert_at + (read_columns // BLOCK * BLOCK).to(tl.int64) * weight_pitch
+            column_at = read_columns * weight_pitch
+            scale_at = scale_columns * (BLOCK * weight_pitch)
             term_step, block_step = 1, 1
         else:
-            column_at = expert_at + read_columns.to(tl.int64)
-            scale_at = expert_at + (read_columns // BLOCK).to(tl.int64)
+            column_at = read_columns
+            scale_at = scale_columns
             term_step, block_step = weight_pitch, BLOCK * weight_pitch
         sums = _sum_of_terms(
-            x + x_at,
-            x_scales + x_at,
-            weight + column_at,
-            weight_scales + scale_at,
-            0,
+            x + first_at + row_at,
+            x_scales + first_at + row_at,
+            weight + expert_at + column_at,
+            weight_scales + expert_at + scale_at,
             inner,
             term_step,
             block_step,
@@ -129,7 +132,9 @@ def scaled_gemm_kernel(
             BLOCK,
             ARITHMETIC,
             IS_EVEN,
+            COLUMNS == BLOCK,
         )
+        rows = first_row + row
         out_at = out + rows[:, None].to(tl.int64) * out_pitch + columns[None, :]
         is_out = (rows < end)[:, None] & (columns[None, :] < outer)
         tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_out)
@@ -168,21 +173,23 @@ def scaled_weight_grad_kernel(
     end = ends_of_experts(offsets + expert, max_rows, expert >= 0)
     rows = row_tile * ROWS + tl.arange(0, ROWS)
     columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
+    first_block = start // BLOCK
+    # The compiler sees that the first terms are aligned.
     x_at = (rows % inner).to(tl.int64) * x_pitch
     grad_at = (columns % outer).to(tl.int64) * grad_pitch
     sums = _sum_of_terms(
-        x + x_at,
-        x_scales + x_at,
-        grad + grad_at,
-        grad_scales + grad_at,
-        start,
-        end,
+        x + x_at + first_block * BLOCK,
+        x_scales + x_at + first_block,
+        grad + grad_at + first_block * BLOCK,
+        grad_scales + grad_at + first_block,
+        end - start,
         1,
         1,
         TERMS,
         BLOCK,
         ARITHMETIC,
         True,
+        False,
     )
     out_at = out + expert.to(tl.int64) * out_expert
     out_at += rows[:, None].to(tl.int64) * out_row + columns[None, :].to(tl.int64) * out_column
@@ -195,56 +202,62 @@ def _sum_of_terms(
     left_scale_at,
     right_at,
     right_scale_at,
-    start,
-    end,
+    num_terms,
     right_step,
     right_block_step,
     TERMS: tl.constexpr,
     BLOCK: tl.constexpr,
     ARITHMETIC: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    IS_SQUARE: tl.constexpr,
 ):
-    """Returns the sums over terms start to end, fp32. left_at, right_at: addresses of rows and of columns.
+    """Returns the sums over all terms, fp32. left_at, right_at: addresses of the first terms of rows and of columns.
 
     right_step, right_block_step: distances of terms and of blocks of terms on the right; they are adjacent on the left.
+    IS_SQUARE: whether all columns have the same scales, so that right_scale_at is one address.
     """
     ROWS: tl.constexpr = left_at.shape[0]
     COLUMNS: tl.constexpr = right_at.shape[0]
+    PARTS: tl.constexpr = BLOCK // TERMS if BLOCK > TERMS else 1
     term = tl.arange(0, TERMS)
+    left_at = left_at[:, None] + term[None, :]
+    right_at = right_at[None, :] + term[:, None] * right_step
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for first in tl.range(start, end, TERMS):
-        terms = first + term
-        left_tile = left_at[:, None] + terms[None, :]
-        right_tile = right_at[None, :] + terms[:, None].to(tl.int64) * right_step
+    for number in tl.range(0, tl.cdiv(num_terms, TERMS)):
         if IS_EVEN:
-            left, right = tl.load(left_tile), tl.load(right_tile)
+            left, right = tl.load(left_at), tl.load(right_at)
         else:
             # Beyond the last term are bytes of scales.
-            left = tl.load(left_tile, mask=(terms < end)[None, :], other=0.0)
-            right = tl.load(right_tile, mask=(terms < end)[:, None], other=0.0)
-        block = (first // BLOCK).to(tl.int64)
-        if ARITHMETIC == _PROMOTED:
-            left_scale = scale_of(tl.load(left_scale_at + block))
-            right_scale = scale_of(tl.load(right_scale_at + block * right_block_step))
-            part = tl.dot(left, right)
-            sums += part * (left_scale[:, None] * right_scale[None, :])
-        elif ARITHMETIC == _DEQUANTIZED:
-            left_scale = tl.load(left_scale_at + block)
-            right_scale = tl.load(right_scale_at + block * right_block_step)
-            left = decoded(left, left_scale[:, None]).to(tl.bfloat16)
-            right = decoded(right, right_scale[None, :]).to(tl.bfloat16)
-            sums = tl.dot(left, right, sums)
-        else:
-            blocks = block + tl.arange(0, TERMS // BLOCK)
+            rest = num_terms - number * TERMS
+            left = tl.load(left_at, mask=(term < rest)[None, :], other=0.0)
+            right = tl.load(right_at, mask=(term < rest)[:, None], other=0.0)
+        left_at += TERMS
+        right_at += TERMS * right_step
+        if ARITHMETIC == _NATIVE:
+            blocks = number * (TERMS // BLOCK) + tl.arange(0, TERMS // BLOCK)
             left_scales = left_scale_at[:, None] + blocks[None, :]
             right_scales = right_scale_at[:, None] + blocks[None, :] * right_block_step
             if IS_EVEN:
                 left_scale, right_scale = tl.load(left_scales), tl.load(right_scales)
             else:
-                is_block = (blocks * BLOCK < end)[None, :]
+                is_block = (blocks * BLOCK < num_terms)[None, :]
                 left_scale = tl.load(left_scales, mask=is_block, other=127)
                 right_scale = tl.load(right_scales, mask=is_block, other=127)
             sums = tl.dot_scaled(left, left_scale, "e4m3", right, right_scale, "e4m3", sums)
+        else:
+            block = number // PARTS
+            left_scale = tl.load(left_scale_at + block)
+            right_scale = tl.load(right_scale_at + block * right_block_step)
+            if ARITHMETIC == _PROMOTED:
+                part = tl.dot(left, right)
+                if IS_SQUARE:
+                    sums += part * (scale_of(left_scale) * scale_of(right_scale))[:, None]
+                else:
+                    sums += part * (scale_of(left_scale)[:, None] * scale_of(right_scale)[None, :])
+            else:
+                left = decoded(left, left_scale[:, None]).to(tl.bfloat16)
+                right = decoded(right, right_scale if IS_SQUARE else right_scale[None, :]).to(tl.bfloat16)
+                sums = tl.dot(left, right, sums)
     return sums
 
 
@@ -292,8 +305,8 @@ def scaled_weight_grad(
 ) -> None:
     """Computes x^T grad of each expert from packed columns, 0 for an expert without rows.
 
-    x: [H, row_bytes(C)], uint8; grad: [O, row_bytes(C)], uint8; offsets: [e], int32, multiples of the block; out: [e, H,
-    O], bf16 or fp32. rows: C. arithmetic: as in scaled_product.
+    x: [H, row_bytes(C)], uint8; grad: [O, row_bytes(C)], uint8; offsets: [e], int32, multiples of the block; out: [e,
+    H, O], bf16 or fp32. rows: C. arithmetic: as in scaled_product.
     """
     if arithmetic is None:
         arithmetic = _arithmetic_of(x.device, block)
@@ -390,7 +403,9 @@ def _product_tile(block: int, arithmetic: Arithmetic) -> dict[str, int]:
 def _weight_grad_tile(block: int, arithmetic: Arithmetic) -> dict[str, int]:
     """Returns the tile sizes, warps and stages of a weight gradient. TERMS divides the alignment of experts."""
     terms = min(block, 64) if arithmetic is Arithmetic.DEQUANTIZED else block
-    return {"ROWS": 128, "COLUMNS": 128, "TERMS": terms, "num_warps": 8, "num_stages": 3}
+    # NATIVE needs 128 rows: with 64, Triton emulates it in bf16.
+    rows = 64 if arithmetic is Arithmetic.PROMOTED else 128
+    return {"ROWS": rows, "COLUMNS": 128, "TERMS": terms, "num_warps": 8, "num_stages": 3}
 
 
 def residencies(num_warps: int) -> Mapping[str, Residency]:
@@ -412,12 +427,13 @@ def compile_cases() -> Iterator[CompileCase]:
         shared = {"x": data, "x_scales": scales, "offsets": "*i32:16", "out": "*bf16:16", "max_rows": "i32"}
         sizes = {"inner": size, "outer": size, "x_pitch": size}
         constants = {"BLOCK": block, "ARITHMETIC": int(arithmetic)}
+        words = f"{arithmetic.name.lower()}, blocks of {block}"
         for is_transposed in (False, True):
             tile = _product_tile(block, arithmetic)
             options = {key: tile.pop(key) for key in _OPTIONS}
             case = compile_case(
                 scaled_gemm_kernel,
-                f"scaled_product, {arithmetic.name.lower()}, blocks of {block}{', transposed' if is_transposed else ''}",
+                f"scaled_product, {words}{', transposed' if is_transposed else ''}",
                 options=options,
                 weight=data,
                 weight_scales=scales,
@@ -438,7 +454,7 @@ def compile_cases() -> Iterator[CompileCase]:
         options = {key: tile.pop(key) for key in _OPTIONS}
         case = compile_case(
             scaled_weight_grad_kernel,
-            f"scaled_weight_grad, {arithmetic.name.lower()}, blocks of {block}",
+            f"scaled_weight_grad, {words}",
             options=options,
             grad=data,
             grad_scales=scales,

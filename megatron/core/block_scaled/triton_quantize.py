@@ -1,12 +1,12 @@
 """Quantization and decoding of block-scaled rows in Triton.
 
 The launchers have the names and arguments of the operators in operators.py, on CUDA tensors. format.py describes the
-rows, reference.py the arithmetic, which the kernels repeat on the bits of fp32. They contain no conversion from or to an
-8-bit float: GPUs before sm_89 have none, and the interpreter's rounds subnormals differently. Therefore all GPUs and the
-interpreter write the bytes of the reference.
+rows, reference.py the arithmetic, which the kernels repeat on the bits of fp32. They contain no conversion from or to
+an 8-bit float: GPUs before sm_89 have none, and the interpreter's rounds subnormals differently. Therefore all GPUs and
+the interpreter write the bytes of the reference.
 
-Shapes: max_rows rows of the buffers, of which the first num_rows are live; width elements in a row. Loads of rows beyond
-the live ones are masked, so that their content is never read.
+Shapes: max_rows rows of the buffers, of which the first num_rows are live; width elements in a row. Loads of rows
+beyond the live ones are masked, so that their content is never read.
 """
 # mypy: allow-untyped-defs
 

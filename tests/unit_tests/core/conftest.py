@@ -4,6 +4,7 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator
 from types import ModuleType
+from typing import Any
 
 import numpy
 import pytest
@@ -49,7 +50,8 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Modul
                 if name in vars(language.tensor):
                     setattr(language.tensor, name, _method(function))
     _let_loops_count(monkeypatch)
-    _let_bfloat16_be_rounded(monkeypatch)
+    _let_bfloat16_be_converted(monkeypatch)
+    _let_bfloat16_be_multiplied(monkeypatch)
     yield _load_copy
     # Rewritten functions use names that the interpreter patched in and that are removed below.
     triton.runtime.interpreter.InterpretedFunction.rewritten_fn.clear()
@@ -78,19 +80,42 @@ def _let_loops_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter, "_patch_lang_tensor", patch)
 
 
-def _let_bfloat16_be_rounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes fp32 to bf16 round to nearest even, as on GPUs and in torch. Triton 3.6's interpreter truncates."""
+def _let_bfloat16_be_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes conversions of bf16 those of GPUs and torch: exact to fp32, and rounded to nearest even from it.
+
+    Triton 3.6's interpreter changes subnormal numbers in one direction and truncates in the other.
+    """
     interpreter = importlib.import_module("triton.runtime.interpreter")
     language = importlib.import_module("triton.language")
     convert = interpreter._convert_float
 
-    def rounded(source: numpy.ndarray, source_type: object, target_type: object, rounding: object) -> numpy.ndarray:
+    def converted(source: numpy.ndarray, source_type: object, target_type: object, rounding: object) -> numpy.ndarray:
+        if (source_type, target_type) == (language.bfloat16, language.float32):
+            return numpy.ascontiguousarray(source).view(numpy.uint16).astype(numpy.uint32) << 16
         if (source_type, target_type) != (language.float32, language.bfloat16):
             return convert(source, source_type, target_type, rounding)
         values = torch.from_numpy(numpy.ascontiguousarray(source)).bfloat16()
         return values.view(torch.int16).numpy().view(numpy.uint16)
 
-    monkeypatch.setattr(interpreter, "_convert_float", rounded)
+    monkeypatch.setattr(interpreter, "_convert_float", converted)
+
+
+def _let_bfloat16_be_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes products of bf16 matrices exact up to their sums. Triton 3.6's interpreter multiplies their bits."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    language = importlib.import_module("triton.language")
+    create_dot = interpreter.InterpreterBuilder.create_dot
+
+    def dot(self: object, a: Any, b: Any, *rest: object) -> object:
+        wide = [
+            interpreter.TensorHandle((one.data.astype(numpy.uint32) << 16).view(numpy.float32), language.float32)
+            if one.dtype.scalar == language.bfloat16
+            else one
+            for one in (a, b)
+        ]
+        return create_dot(self, *wide, *rest)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", dot)
 
 
 def _load_copy(name: str, *, of: str = STASH) -> ModuleType:

@@ -20,7 +20,7 @@ from typing import Any
 
 import pytest
 
-from megatron.core import fusions, optimizer, transformer
+from megatron.core import block_scaled, fusions, optimizer, transformer
 from megatron.core.transformer import moe
 from megatron.core.transformer.moe import paged_stash
 from tests.counts import long_count
@@ -31,7 +31,7 @@ from benchmarks.compiled_kernels import ARCHITECTURES, BINARIES, Facts, Row  # n
 
 
 def kernel_files() -> Iterator[ModuleType]:
-    for package in (fusions, paged_stash, moe, transformer, optimizer):
+    for package in (fusions, paged_stash, moe, transformer, optimizer, block_scaled):
         for module in pkgutil.iter_modules(package.__path__):
             if module.name.startswith("triton_"):
                 yield importlib.import_module(f"{package.__name__}.{module.name}")
