@@ -237,12 +237,9 @@ def _sum_of_terms(
             blocks = number * (TERMS // BLOCK) + tl.arange(0, TERMS // BLOCK)
             left_scales = left_scale_at[:, None] + blocks[None, :]
             right_scales = right_scale_at[:, None] + blocks[None, :] * right_block_step
-            if IS_EVEN:
-                left_scale, right_scale = tl.load(left_scales), tl.load(right_scales)
-            else:
-                is_block = (blocks * BLOCK < num_terms)[None, :]
-                left_scale = tl.load(left_scales, mask=is_block, other=127)
-                right_scale = tl.load(right_scales, mask=is_block, other=127)
+            # Each tile has a first term, so with masked terms it must have one block.
+            tl.static_assert(IS_EVEN or TERMS == BLOCK)
+            left_scale, right_scale = tl.load(left_scales), tl.load(right_scales)
             sums = tl.dot_scaled(left, left_scale, "e4m3", right, right_scale, "e4m3", sums)
         else:
             block = number // PARTS
@@ -351,7 +348,9 @@ def _product(
     experts, inner, outer = shape
     if is_transposed:
         inner, outer = outer, inner
-    tile = _product_tile(block, arithmetic)
+    # 128 is a multiple of TERMS of all tiles.
+    is_even = inner % 128 == 0 and outer % 16 == 0
+    tile = _product_tile(block, arithmetic, is_even=is_even)
     options = {key: tile.pop(key) for key in _OPTIONS}
     pitches = {
         "x_pitch": x_strides[0],
@@ -364,7 +363,7 @@ def _product(
         "BLOCK": block,
         "ARITHMETIC": int(arithmetic),
         "IS_TRANSPOSED": is_transposed,
-        "IS_EVEN": inner % tile["TERMS"] == 0,
+        "IS_EVEN": is_even,
     }
     fixed = {"num_experts": experts, "inner": inner, "outer": outer, **pitches, **tile, **constants}
     launch = PreparedLaunch(scaled_gemm_kernel, fixed, options=options, per_processor=1)
@@ -392,12 +391,16 @@ def _weight_grad(
     return PreparedLaunch(scaled_weight_grad_kernel, fixed, options=options), programs
 
 
-def _product_tile(block: int, arithmetic: Arithmetic) -> dict[str, int]:
-    """Returns the tile sizes, warps and stages of a product. Larger tiles would spill registers."""
+def _product_tile(block: int, arithmetic: Arithmetic, *, is_even: bool = True) -> dict[str, int]:
+    """Returns the tile sizes, warps and stages of a product. Larger tiles would spill registers.
+
+    is_even: whether the widths allow unmasked loads of 16 bytes.
+    """
     if arithmetic is Arithmetic.NATIVE:
-        return {"ROWS": 128, "COLUMNS": 256, "TERMS": 128, "num_warps": 8, "num_stages": 3}
+        columns, terms = (256, 128) if is_even else (128, 32)
+        return {"ROWS": 128, "COLUMNS": columns, "TERMS": terms, "num_warps": 8, "num_stages": 3}
     terms = block if arithmetic is Arithmetic.PROMOTED else min(block, 64)
-    return {"ROWS": 128, "COLUMNS": 128, "TERMS": terms, "num_warps": 8, "num_stages": 3}
+    return {"ROWS": 128 if is_even else 64, "COLUMNS": 128, "TERMS": terms, "num_warps": 8, "num_stages": 3}
 
 
 def _weight_grad_tile(block: int, arithmetic: Arithmetic) -> dict[str, int]:

@@ -39,7 +39,7 @@ _COLUMNS = 512
 _STRIPE = 32
 _WARPS = {"num_warps": 4}
 # Programs per processor that a grid is limited to, and those of them that are resident.
-_PROGRAMS, _COLUMN_PROGRAMS = Residency(at_least=4, at_most_launched=8), Residency(at_least=2, at_most_launched=4)
+_PROGRAMS, _COLUMN_PROGRAMS = Residency(at_least=2, at_most_launched=8), Residency(at_least=2, at_most_launched=4)
 
 
 @triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["num_rows"])
@@ -431,7 +431,7 @@ def check_float(dtype: torch.dtype) -> None:
 def residencies(num_warps: int) -> Mapping[str, Residency]:
     """Maps each kernel's name to the residency that its launcher assumes, for programs of num_warps warps."""
     of_rows = dict.fromkeys(("quantize_kernel", "act_quantize_kernel", "dequantize_kernel"), _PROGRAMS)
-    return {**of_rows, "quantize_columns_kernel": _COLUMN_PROGRAMS, "quantize_squares_kernel": Residency(at_least=2)}
+    return {**of_rows, "quantize_columns_kernel": _COLUMN_PROGRAMS, "quantize_squares_kernel": Residency()}
 
 
 def compile_cases() -> Iterator[CompileCase]:
