@@ -419,10 +419,10 @@ def residencies(num_warps: int) -> Mapping[str, Residency]:
 def compile_cases() -> Iterator[CompileCase]:
     """Yields compile cases of all kinds of arithmetic, of forward, of transposed weights and of weight gradients."""
     kinds = (
-        (Arithmetic.PROMOTED, 128, 90),
-        (Arithmetic.NATIVE, 32, 100),
         (Arithmetic.DEQUANTIZED, 128, 80),
         (Arithmetic.DEQUANTIZED, 32, 80),
+        (Arithmetic.PROMOTED, 128, 90),
+        (Arithmetic.NATIVE, 32, 100),
     )
     size, scales = "i32:16", "*u8:16"
     for arithmetic, block, first in kinds:

@@ -150,13 +150,23 @@ MATRIX_MISSES: dict[tuple[str, str, str], tuple[int, int, int]] = {
     ("no async copies", "grouped_gemm_kernel", "fp16"): (36, 36, 36),
     ("no async copies", "weight_grad_kernel", "bf16"): (10, 10, 10),
     ("no async copies", "weight_grad_kernel", "fp16"): (6, 6, 6),
+    # Widths that are no multiple of 128.
+    ("no async copies", "scaled_gemm_kernel", "bf16"): (12, 12, 12),
+    ("no async copies", "scaled_gemm_kernel", "fp8e4nv"): (0, 6, 12),
     ("spills", "act_gradient_kernel", "bf16"): (0, 2, 0),
     # Two of them are squared_relu's, which spills one register when it also writes act, in pages or not.
     ("spills", "act_gradient_kernel", "fp32"): (3, 3, 4),
+    # Width 2040 in blocks of 128: 2 instructions.
+    ("spills", "act_quantize_kernel", "bf16"): (2, 0, 0),
+    ("spills", "quantize_kernel", "fp32"): (1, 0, 0),
     ("spills", "copy_kernel", ""): (12, 0, 0),
     ("spills", "grouped_gemm_kernel", "bf16"): (7, 4, 4),
     ("spills", "grouped_gemm_kernel", "fp16"): (7, 4, 4),
     ("spills", "grouped_gemm_kernel", "fp32"): (2, 0, 0),
+    # 256 experts and widths that are no multiple of 128: 2 instructions.
+    ("spills", "scaled_gemm_kernel", "fp8e4nv"): (0, 0, 1),
+    # Decoded in blocks of 128 with an odd width of the result.
+    ("spills", "scaled_weight_grad_kernel", "bf16"): (1, 0, 0),
     ("spills", "weight_grad_kernel", "bf16"): (4, 2, 1),
     ("spills", "weight_grad_kernel", "fp16"): (4, 2, 1),
     # With aligned experts and transposed weights: 6 instructions.
