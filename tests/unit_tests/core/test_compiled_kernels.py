@@ -106,6 +106,13 @@ def test_a_kernel_has_the_instructions_that_it_counts_on(name: str, instructions
     assert all(instruction in code for instruction in instructions for code in codes.values())
 
 
+@pytest.mark.slow
+def test_kernels_that_quantize_do_not_flush_subnormal_numbers() -> None:
+    cases = [index for index, case in enumerate(CASES) if re.match(r"(de)?quantize|scaled_", case.name)]
+    codes = [compiled(index, architectures_of(index)[-1]).asm["ptx"] for index in cases]
+    assert len(codes) > 20 and not any(".ftz" in code for code in codes)
+
+
 def launched_kernels() -> set[str]:
     """Returns the names of the kernels that launchers launch, which end with _kernel, unlike functions of kernels."""
     functions = [item for module in kernel_files() for item in vars(module).items()]
@@ -365,6 +372,14 @@ ROW = Row(
 )
 def test_a_product_misses_what_it_lacks(changes: dict[str, Any], misses: list[str]) -> None:
     assert replace(ROW, facts=replace(ROW.facts, **changes)).misses() == misses
+
+
+def test_a_product_in_8_bits_misses_tensor_cores_if_it_is_emulated_in_bf16() -> None:
+    row = replace(ROW, kernel="scaled_gemm_kernel", dtype="fp8e4nv")
+    assert row.misses() == ["no tensor cores"]
+    assert replace(row, facts=replace(row.facts, tensor="QGMMA 4")).misses() == []
+    decoded = replace(row, dtype="bf16", architecture=100, facts=replace(row.facts, tensor="UTCHMMA 8"))
+    assert decoded.misses() == [] and replace(decoded, dtype="fp8e4nv").misses() == ["no tensor cores"]
 
 
 def test_a_copy_misses_wide_accesses_and_room_for_products() -> None:

@@ -122,6 +122,17 @@ def test_rows_of_fp32_have_the_bytes_of_the_model(bits: list[int], block: int) -
         assert decoded(quantize_rows(row, form), form, len(bits)).isnan().any()
 
 
+@pytest.mark.parametrize("exponent", [-140, -119, 0, 118])
+def test_a_scale_is_the_smallest_up_to_the_last_bit_of_fp32(exponent: int) -> None:
+    limit = torch.tensor(448.0 * 2.0**exponent)
+    x = torch.stack([torch.nextafter(limit, torch.tensor(0.0)), limit, torch.nextafter(limit, torch.tensor(math.inf))])
+    for row, packed in zip(x[:, None], quantize_rows(x[:, None], BlockFormat(32)), strict=True):
+        check_row(row.double().tolist(), packed, BlockFormat(32))
+    assert exponent < -127 or BlockFormat(32).scales(quantize_rows(x[:, None], BlockFormat(32)), 1)[:, 0].tolist() == [
+        *(exponent + 127, exponent + 127, exponent + 128)
+    ]
+
+
 @FIXED
 @given(
     seed=st.integers(0, 2**31),
