@@ -56,12 +56,12 @@ class BlockFormat:
     def values(self, packed: Tensor, width: int) -> Tensor:
         """Returns a view of the values, [*, W], float8_e4m3fn. packed: [*, row_bytes(W)], uint8."""
         self.check("packed", packed, width)
-        return packed[..., :width].view(torch.float8_e4m3fn)
+        return packed.narrow(-1, 0, width).view(torch.float8_e4m3fn)
 
     def scales(self, packed: Tensor, width: int) -> Tensor:
         """Returns a view of the scales, [*, ceil(W / block)], uint8. packed: [*, row_bytes(W)], uint8."""
         self.check("packed", packed, width)
-        return packed[..., width : width + self.num_scales(width)]
+        return packed.narrow(-1, width, self.num_scales(width))
 
     def check(self, name: str, packed: Tensor, width: int) -> None:
         """Raises ValueError unless `packed` is packed rows, [*, row_bytes(W)], uint8, with adjacent bytes in a row.

@@ -303,28 +303,31 @@ def test_bytes_of_a_row() -> None:
     ]
 
 
-def test_fake_tensors_have_the_shapes_and_strides_of_real_ones() -> None:
-    def results() -> list[Tensor]:
-        form = BlockFormat(32)
-        offsets = torch.tensor([64], dtype=torch.int32)
-        packed = quantize_rows(torch.randn(64, 96), form)
-        weight = quantize_weight(torch.randn(1, 96, 64), form)
-        columns = quantize_columns(packed, form, width=96)
-        act = activate_and_quantize(torch.randn(64, 96), None, form, activation=ActivationForm())
-        product = torch.empty(64, 64, dtype=torch.bfloat16)
-        multiply(packed, weight, form, offsets=offsets, width=64, is_transposed=False, out=product)
-        gradient = torch.empty(1, 96, 96)
-        weight_gradient(columns, columns, form, offsets=offsets, rows=64, out=gradient)
-        decoded_rows = dequantize_rows(packed, form, out=torch.empty(64, 96))
-        views = form.values(packed, 96), form.scales(packed, 96)
-        return [packed, weight, columns, act, product, gradient, decoded_rows, *views]
+def results_on(device: str) -> list[object]:
+    """Returns shapes, strides and dtypes of all functions' results."""
+    form = BlockFormat(32)
+    x = torch.ones(64, 96, device=device)
+    offsets = torch.full((1,), 64, dtype=torch.int32, device=device)
+    packed = quantize_rows(x, form)
+    weight = quantize_weight(torch.ones(1, 96, 64, device=device), form)
+    columns = quantize_columns(packed, form, width=96)
+    act = activate_and_quantize(x, None, form, activation=ActivationForm())
+    product = torch.empty(64, 64, dtype=torch.bfloat16, device=device)
+    multiply(packed, weight, form, offsets=offsets, width=64, is_transposed=False, out=product)
+    gradient = torch.empty(1, 96, 96, device=device)
+    weight_gradient(columns, columns, form, offsets=offsets, rows=64, out=gradient)
+    decoded_rows = dequantize_rows(packed, form, out=torch.empty(64, 96, device=device))
+    views = form.values(packed, 96), form.scales(packed, 96)
+    found = [packed, weight, columns, act, product, gradient, decoded_rows, *views]
+    assert all(one.device.type == device for one in found)
+    return [(one.shape, one.stride(), one.dtype) for one in found]
 
-    def facts() -> list[object]:
-        return [(one.shape, one.stride(), one.dtype) for one in results()]
 
-    real = facts()
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(device: str) -> None:
     with FakeTensorMode():
-        assert facts() == real
+        fake = results_on(device)
+    assert fake == results_on("cpu")
 
 
 F32 = BlockFormat(32)
