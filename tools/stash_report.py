@@ -153,8 +153,9 @@ def as_page(plan: StashPlan) -> str:
 
 def paste(flags: StashFlags) -> str:
     """Returns the stash's flags as command-line text."""
+    dtype = "" if flags.moe_paged_stash_dtype is None else f"--moe-paged-stash-dtype {flags.moe_paged_stash_dtype} "
     return (
-        f"--moe-paged-stash --moe-expert-rank-capacity-factor {flags.moe_expert_rank_capacity_factor:g} "
+        f"--moe-paged-stash {dtype}--moe-expert-rank-capacity-factor {flags.moe_expert_rank_capacity_factor:g} "
         f"--moe-paged-stash-page-size {flags.moe_paged_stash_page_size} "
         f"--moe-paged-stash-buffer-size-factor-cuda {flags.moe_paged_stash_buffer_size_factor_cuda:g} "
         f"--moe-paged-stash-buffer-size-factor-cpu {flags.moe_paged_stash_buffer_size_factor_cpu:g}"

@@ -487,7 +487,8 @@ def with_planned_device(run_config: RunConfig) -> RunConfig:
     if not transformer.moe_paged_stash:
         return run_config
     if transformer.moe_paged_stash_compute is None:
-        run_config = run_config.changed(moe_paged_stash_compute="copies" if on_gpu else "pages")
+        is_copied = on_gpu or transformer.moe_paged_stash_dtype is not None
+        run_config = run_config.changed(moe_paged_stash_compute="copies" if is_copied else "pages")
     if not on_gpu:
         return run_config
     with flags_named_in_errors():

@@ -219,6 +219,32 @@ def _assert_planned(choice: Choice, steps: list[StepPages]) -> None:
     assert min(saved) >= 0 and (max(saved) == 0 or not is_exact), choice
 
 
+ENCODED: Flags = {"bf16": True, "moe-paged-stash-dtype": "mxfp8", "global-batch-size": 4}
+
+
+def _compare_encoded(flags: Flags) -> list[StepPages]:
+    """Checks that a stash of 8 bits gives one result with all pools, and returns the page statistics of all runs."""
+    exact = train_here(argv_of(flags, ENCODED, {"moe-paged-stash-dtype": None}))
+    first = train_here(argv_of(flags, ENCODED, stash(8, prefetch_layers=0)))
+    pages = list(first.pages)
+    assert all(step.high_water == step.wanted for step in pages), "planned in encoded bytes"
+    for name in ("without x", "without most gate_up", "host alone", "spill", "measured"):
+        trained = train_here(argv_of(flags, ENCODED, POOLS[name]))
+        trained.assert_same(first, name)
+        pages += trained.pages
+    assert first.steps[0]["losses"] == exact.steps[0]["losses"], "forward reads the rows themselves"
+    assert first.steps[-1]["losses"] != exact.steps[-1]["losses"]
+    return pages
+
+
+@pytest.mark.parametrize("name", ["ep 2", "pp 2, vpp 2"])
+def test_a_stash_of_8_bits_has_one_result_with_any_pool(name: str) -> None:
+    ranks, _, flags = LAYOUTS[name]
+    steps = [step for of_rank in run_on_ranks(_compare_encoded, ranks, flags) for step in of_rank]
+    assert sum(step.spilled for step in steps) and sum(step.voids for step in steps)
+    assert not any(step.dropped for step in steps), "a recomputed gate_up would have other bits"
+
+
 # Steps of 1, 2 and this many microbatches.
 MOST_OF_A_STEP = long_count(5, soak=9)
 # Stages, chunks, flags, the number of stages that stash anything, and whether they do with one microbatch. They do not

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from megatron.core.config_field import config_field, validate_fields
-from megatron.core.transformer.moe.paged_stash.page_layout import DEFAULT_PAGE_SIZE, page_bytes
+from megatron.core.transformer.moe.paged_stash.page_layout import DEFAULT_PAGE_SIZE, STASH_DTYPES, page_bytes
 
 STASH_COMPUTE = ("pages", "copies")
 OVERFLOW_POLICIES = ("recompute", "rerun", "error")
@@ -52,6 +52,14 @@ class PagedStashConfig:
         "forward, and only rows on the host are copied. copies: rows are copied into pages after the forward, and back "
         "before the backward. Omitted: pages on a CPU, copies on a GPU; a plan uses that of MEGATRON_PLAN_DEVICE.",
         choices=STASH_COMPUTE,
+    )
+    moe_paged_stash_dtype: str | None = config_field(
+        None,
+        help="Format in which rows of bf16 are stored until backward. mxfp8: e4m3 with a scale for each 32 elements, "
+        "about half the bytes. Losses of a step do not change, but gradients are computed from the stored rows, so "
+        "training is not bit-identical to that without a stash. Rows are then copied, and nothing is recomputed if "
+        "pages run out. Omitted: rows are stored as they are.",
+        choices=STASH_DTYPES,
     )
     moe_paged_stash_page_size: int = config_field(
         DEFAULT_PAGE_SIZE,
@@ -104,10 +112,18 @@ class PagedStashConfig:
     @property
     def stash_computes_in_pages(self) -> bool:
         """Whether experts compute in the pages of the stash."""
+        if self.moe_paged_stash_dtype is not None:
+            return False  # rows are encoded when they are copied
         if self.moe_paged_stash_compute is None:
             # The kernels for GPUs have not been measured yet.
             return not torch.cuda.is_available()
         return self.moe_paged_stash_compute == "pages"
+
+    @property
+    def stash_recomputes(self) -> bool:
+        """Whether gate_up is recomputed if it receives no pages, so that only missing pages for inputs overflow."""
+        # A recomputed gate_up would differ from an encoded one, and results would depend on the number of pages.
+        return self.moe_paged_stash_overflow_policy == "recompute" and self.moe_paged_stash_dtype is None
 
 
 def validate_paged_stash(
@@ -115,12 +131,14 @@ def validate_paged_stash(
     *,
     hidden_size: int,
     itemsize: int,
+    is_bf16: bool,
     moe_expert_rank_capacity_factor: float | None,
     has_experts: Sequence[int],
 ) -> None:
     """Raises ValueError if a prerequisite of the stash is missing or the pool size is invalid.
 
-    itemsize: bytes per element of a parameter. has_experts: for each layer, 1 if it has experts, else 0.
+    itemsize: bytes per element of a parameter. is_bf16: whether experts compute in bf16. has_experts: for each layer, 1
+    if it has experts, else 0.
     """
     if not config.moe_paged_stash:
         _refuse_settings_without_stash(config, has_buffers=moe_expert_rank_capacity_factor is not None)
@@ -132,6 +150,17 @@ def validate_paged_stash(
             "moe_paged_stash is True but moe_expert_rank_capacity_factor is not set: without it, buffers "
             "are sized to the received rows and a stash saves no memory; set a factor such as 2"
         )
+    if config.moe_paged_stash_dtype is not None:
+        if not is_bf16:
+            raise ValueError(
+                f"moe_paged_stash_dtype is {config.moe_paged_stash_dtype!r}, but experts do not compute in bf16, and "
+                "only rows of bf16 are encoded: use --bf16, or omit moe_paged_stash_dtype"
+            )
+        if config.moe_paged_stash_compute == "pages":
+            raise ValueError(
+                f"moe_paged_stash_compute is 'pages' and moe_paged_stash_dtype is {config.moe_paged_stash_dtype!r}, "
+                "but rows are encoded when they are copied into pages: must be 'copies' or omitted"
+            )
     size = config.moe_paged_stash_page_size
     if size & (size - 1) and not config.stash_computes_in_pages:
         below = 1 << size.bit_length() - 1

@@ -377,6 +377,7 @@ def validate_stash(config: TransformerConfig) -> None:
         config,
         hidden_size=config.hidden_size,
         itemsize=config.compute_itemsize,
+        is_bf16=config.params_dtype is torch.bfloat16,
         moe_expert_rank_capacity_factor=config.moe_expert_rank_capacity_factor,
         has_experts=has_experts,
     )

@@ -15,6 +15,9 @@ from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, peak
 from megatron.core.transformer.moe.paged_stash.page_layout import PagesByPriority
 from megatron.core.transformer.moe.paged_stash.sizing import (
     StepNeeds,
+    buffer_row_bytes,
+    encoding_words,
+    expert_specs,
     gain_line,
     prefetch_groups,
     scratch_sets,
@@ -101,9 +104,14 @@ class Machine:
         """Returns the time of the experts' forward and backward, in seconds. The forward takes a third of it."""
         return num_rows * expert.flops / self.flops
 
-    def copy_seconds(self, num_bytes: float) -> float:
-        """Returns the time to stash and restore num_bytes, in seconds. Both read and write every byte."""
-        return 4 * num_bytes / self.copied_bytes
+    def copy_seconds(self, num_bytes: float, *, encoded_from: float = 0.0) -> float:
+        """Returns the time to stash and restore num_bytes, in seconds. Both read and write every byte.
+
+        encoded_from: bytes of the rows before they are encoded; 0 if they are not. Encoding reads them and writes
+        num_bytes, and decoding does the reverse.
+        """
+        encoding = 2 * (encoded_from + num_bytes) if encoded_from else 0.0
+        return (4 * num_bytes + encoding) / self.copied_bytes
 
     def host_seconds(self, num_bytes: float) -> float:
         """Returns the time of a one-way copy between device and host, in seconds."""
@@ -172,16 +180,22 @@ def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan],
                 number,
                 forward=compute / 3,
                 backward=compute * 2 / 3,
-                stash=0.0 if plan.flags.stash_computes_in_pages else machine.copy_seconds(moved),
+                stash=0.0 if plan.flags.stash_computes_in_pages else _copy_seconds(plan.flags, machine, moved),
                 spill=machine.host_seconds(_most(counters[Counter.SPILLED_PAGES]) * page_bytes),
                 gate_up=machine.gate_up_seconds(expert, round(_most(stage.dropped_rows))),
                 footprint=footprint,
                 waiting_groups=_waiting_groups(needs),
                 tail_share=1 - moved / planned if planned else 0.0,
-                line=gain_line(footprint, layout),
+                line=gain_line(footprint, layout, config=plan.flags),
             )
         )
     return costs
+
+
+def _copy_seconds(flags: StashFlags, machine: Machine, moved: float) -> float:
+    stored = sum(spec.row_bytes for spec in expert_specs(flags, rows=0))
+    whole = buffer_row_bytes(flags)
+    return machine.copy_seconds(moved, encoded_from=0.0 if whole == stored else moved * whole / stored)
 
 
 def _expert_shape(flags: StashFlags) -> ExpertShape:
@@ -226,6 +240,7 @@ def verdict(
         f"for backward at the peak, {min(sets, worst.waiting_groups)} of them still in whole buffers; "
         f"{worst.tail_share:.1%} of the pages' bytes are tails"
     )
+    figures += encoding_words(plan.flags)
     if saving > 0:
         return True, [
             f"stashing pays: it saves {saving:.0%} of the experts' activations on the device; {worst.words}",

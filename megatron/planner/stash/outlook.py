@@ -100,7 +100,7 @@ def recommended(
         flags = replace(alone, moe_paged_stash_buffer_size_factor_cuda=usual)
         return outlook(run, replace(flags, moe_paged_stash_buffer_size_factor_cpu=factor), spans=spans)
 
-    for level in (StepLevel.DEVICE, StepLevel.GATE_UP) if flags.may_recompute else (StepLevel.DEVICE,):
+    for level in (StepLevel.DEVICE, StepLevel.GATE_UP) if flags.stash_recomputes else (StepLevel.DEVICE,):
         found[level] = _smallest(on_device, level, wanted=wanted, top=top)
     found[StepLevel.HOST] = _smallest(on_both, StepLevel.HOST, wanted=wanted, top=top)
     return {level: best for level, best in sorted(found.items()) if best is not None}

@@ -41,6 +41,7 @@ class StashFlags:
     lora_target_modules: list[str]
     params_dtype: torch.dtype
     moe_expert_rank_capacity_factor: float | None
+    moe_paged_stash_dtype: str | None
     moe_paged_stash_page_size: int
     moe_paged_stash_buffer_size_factor_cuda: float
     moe_paged_stash_buffer_size_factor_cpu: float
@@ -48,17 +49,13 @@ class StashFlags:
     moe_paged_stash_prefetch_layers: int
     moe_paged_stash_overflow_policy: str
     stash_computes_in_pages: bool
+    stash_recomputes: bool
     captures_experts: bool
 
     @classmethod
     def of(cls, config: TransformerConfig) -> "StashFlags":
         """Copies the values from a run's configuration."""
         return cls(**{one.name: getattr(config, one.name) for one in fields(cls)})
-
-    @property
-    def may_recompute(self) -> bool:
-        """Whether gate_up is recomputed if there are too few pages."""
-        return self.moe_paged_stash_overflow_policy == "recompute"
 
 
 @dataclass(frozen=True)

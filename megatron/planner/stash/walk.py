@@ -399,7 +399,7 @@ class StageWalk:
         if self.layouts is None:
             return None
         specs = self.needs.specs
-        if not self._flags.may_recompute:
+        if not self._flags.stash_recomputes:
             specs = [replace(spec, priority=Priority.INPUT) for spec in specs]
         most = self._max_rows
         rows = {layer: np.minimum(part.rows[layer], most).astype(np.int64) for layer in self.layers}
@@ -418,7 +418,7 @@ class StageWalk:
                 np.array([layout.host_pages for layout in self.layouts]),
             ),
             num_steps=part.num_steps,
-            reserves=self._reserves(part) if self._flags.may_recompute else None,
+            reserves=self._reserves(part) if self._flags.stash_recomputes else None,
         )
 
     def wanted_pages(self, part: RoutingSpan) -> np.ndarray:
@@ -459,7 +459,7 @@ class StageWalk:
         rows = {layer: step.rows[layer][:, 0, rank] for layer in self.layers}
         wanted = self.needs.pages(
             lambda group: int(rows[layer_of(group[0])][group[1]]),
-            up_to=Priority.INPUT if self._flags.may_recompute else LEAST_IMPORTANT,
+            up_to=Priority.INPUT if self._flags.stash_recomputes else LEAST_IMPORTANT,
         )
         shares = self._shares_of(step)[0, rank]
         self._shares[:, rank] = np.maximum(self._shares[:, rank], shares)
@@ -467,7 +467,7 @@ class StageWalk:
         self._has_learned[rank] = True
         layout = self.layouts[rank]
         is_short = float(self.shares(step)[0, rank]) > used_share
-        if self._flags.may_recompute and is_short and wanted * HEADROOM <= layout.num_pages:
+        if self._flags.stash_recomputes and is_short and wanted * HEADROOM <= layout.num_pages:
             return LearnedSizes()
         return grown_sizes(layout, self.needs, wanted_pages=wanted) or LearnedSizes()
 

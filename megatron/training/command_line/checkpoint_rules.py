@@ -93,7 +93,7 @@ _FREE = """
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split pipeline_model_parallel_layout overlap_p2p_comm
     moe_grouped_gemm moe_token_dispatcher_type moe_flex_dispatcher_backend moe_permute_fusion moe_shared_expert_overlap
-    moe_per_layer_logging moe_expert_rank_capacity_factor moe_paged_stash moe_paged_stash_compute
+    moe_per_layer_logging moe_expert_rank_capacity_factor moe_paged_stash moe_paged_stash_compute moe_paged_stash_dtype
     moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu
     moe_paged_stash_buffer_bytes
     moe_paged_stash_prefetch_layers moe_paged_stash_copy_sms moe_paged_stash_overflow_policy

@@ -288,7 +288,8 @@ class ExpertMemory:
         own = "no expert group is stashed here"
         if self.stash is not None:
             layout = self.stash.pool.layout
-            own = gain_line(stash_footprint(self._config, self.needs, layout=layout), layout)
+            with flags_named_in_errors():
+                own = gain_line(stash_footprint(self._config, self.needs, layout=layout), layout, config=self._config)
         stages = gather_objects((self.needs.events, own), pp_group)
         with flags_named_in_errors():
             check_effect(events for events, _ in stages)
@@ -454,16 +455,12 @@ class ExpertMemory:
             num_programs=copy_programs(self._device, self._config.moe_paged_stash_copy_sms),
             events=self.needs.events if self._is_planned else None,
             reserved_share=self._expected_share(),
-            has_rungs=self._recomputes,
+            has_rungs=self._config.stash_recomputes,
             specs=self.needs.specs if self._is_planned else (),
             streams=self._streams,
             computes_in_pages=self._config.stash_computes_in_pages,
+            dtype=self._config.moe_paged_stash_dtype,
         )
-
-    @property
-    def _recomputes(self) -> bool:
-        """Whether tensors without pages are recomputed, so that only missing pages for inputs overflow."""
-        return self._config.moe_paged_stash_overflow_policy == "recompute"
 
     def _expected_share(self) -> float:
         """Returns the share of a buffer's C rows that a forward is expected to fill."""
@@ -486,14 +483,14 @@ class ExpertMemory:
         if self.stash is None or not self.stash.is_void_sync():
             return None, LearnedSizes()
         rows = rows_by_group(self.step.passes, self.step.rows.tolist())
-        must_have_pages = Priority.INPUT if self._recomputes else LEAST_IMPORTANT
+        must_have_pages = Priority.INPUT if self._config.stash_recomputes else LEAST_IMPORTANT
         wanted = self.needs.pages(lambda group: rows.get(group, 0), up_to=must_have_pages)
         layout = self.stash.pool.layout
-        what = "the experts' inputs" if self._recomputes else "all tensors that are saved for backward"
+        what = "the experts' inputs" if self._config.stash_recomputes else "all tensors that are saved for backward"
         shortfall = Shortfall(wanted, layout.num_pages, pages_for=what)
         self._attempted_share = max(self._attempted_share, self._learn_rows(rows.values()))
         is_short = self._expected_share() > self.stash.reserved_share
-        if self._recomputes and is_short and wanted * HEADROOM <= layout.num_pages:
+        if self._config.stash_recomputes and is_short and wanted * HEADROOM <= layout.num_pages:
             # The pool is large enough, but gate_up used too many pages, because fewer rows were expected. The reserve
             # for the rows just learned is sufficient.
             return shortfall, LearnedSizes()
@@ -519,7 +516,9 @@ class ExpertMemory:
             num_discards=self._num_discards,
             events=tuple(needs.events),
             specs=tuple(needs.specs),
-            reserve=self.stash.reserve if self.stash is not None and self._recomputes and self._is_planned else (),
+            reserve=self.stash.reserve
+            if self.stash is not None and self._config.stash_recomputes and self._is_planned
+            else (),
             prefetch_groups=prefetch_groups(self._config),
         )
 

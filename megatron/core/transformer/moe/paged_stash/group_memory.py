@@ -35,6 +35,7 @@ from megatron.core.device.streams import SideStream, main_waits_for, record_main
 from megatron.core.paged_rows import PagedRows
 from megatron.core.transformer.moe.paged_stash.page_layout import COPIES_PER_PROCESSOR, Priority, TensorSpec
 from megatron.core.transformer.moe.paged_stash.page_pool import CLOSED, RESTORE_ALIGNMENT, PageGroup, PagePool
+from megatron.core.transformer.moe.paged_stash.row_encoding import decode, encode
 from megatron.core.transformer.moe.paged_stash.saved_tensors import (
     Block,
     SavedTensor,
@@ -86,8 +87,9 @@ class GroupPages:
     """Pages of a group. A collected group passes them to the keeper, so this object must not refer to the group.
 
     stashed: event at the end of the copy into pages. arrived: event after the copy back and, unless kernels compute in
-    the pages, their release. targets: memory that the copy back writes to. computed: whether kernels compute the
-    group's tensors in the pages.
+    the pages, their release. targets: memory that the copy back writes to, or, for encoded rows, that they are decoded
+    into. encoded: memory that the copy back of encoded rows writes to. num_rows: [1], int64, of a group with encoded
+    rows. computed: whether kernels compute the group's tensors in the pages.
     """
 
     group: PageGroup
@@ -96,6 +98,8 @@ class GroupPages:
     stashed: torch.Event | None = None
     arrived: torch.Event | None = None
     targets: list[Tensor] = field(default_factory=list)
+    encoded: list[Tensor] = field(default_factory=list)
+    num_rows: Tensor | None = None
     computed: bool = False
 
 
@@ -121,12 +125,32 @@ class RestoredBlock:
 class Place(NamedTuple):
     """Position of a block's rows in the restored memory: num_bytes bytes that start at byte `lead`.
 
-    The restored memory replaces the original storage from first_byte on.
+    The restored memory replaces the original storage from first_byte on. pitch: bytes from one row to the next.
+    encoded_width: as in Block.
     """
 
     first_byte: int
     lead: int
     num_bytes: int
+    pitch: int
+    encoded_width: int
+
+    @staticmethod
+    def of(block: Block) -> "Place":
+        """Returns the place of a block, with the original's alignment."""
+        first_byte = block.start // RESTORE_ALIGNMENT * RESTORE_ALIGNMENT
+        return Place(first_byte, block.start - first_byte, block.num_bytes, block.pitch, block.encoded_width)
+
+    @property
+    def end(self) -> int:
+        """Bytes of restored memory."""
+        return self.lead + self.num_bytes
+
+    def rows_in(self, memory: Tensor) -> Tensor:
+        """Returns the rows to decode into: [C, W], bf16, a view of restored memory, [N], uint8."""
+        columns, pitch = self.encoded_width, self.pitch // 2
+        elements = memory[self.lead : self.end].view(torch.bfloat16)
+        return elements.as_strided((1 + (len(elements) - columns) // pitch, columns), (pitch, 1))
 
 
 @dataclass(frozen=True)
@@ -256,7 +280,9 @@ class PageKeeper:
         if not is_captured:
             # From here on, also after an exception, the pages are released when the group is collected.
             group.let_go = partial(self._let_go, pages)
-        sources = [block.bytes_of_rows(self.pool.device) for block in rows.blocks]
+        # Encoded on the main stream, which may then write to the originals.
+        sources = [self._source(block, num_rows) for block in rows.blocks]
+        pages.num_rows = num_rows if any(block.encoded_width for block in rows.blocks) else None
         try:
             with self._stash_stream.behind_main(*pages.group.waits):
                 self.pool.plan(pages.group, num_rows, reserve=reserve)
@@ -275,17 +301,43 @@ class PageKeeper:
         group.recomputations = rows.recomputations
         memories = []
         for block in rows.blocks:
-            first_byte = block.start // RESTORE_ALIGNMENT * RESTORE_ALIGNMENT
-            memory = RestoredBlock(first_byte)
+            place = Place.of(block)
+            memory = RestoredBlock(place.first_byte)
             memories.append(memory)
             group.memories.append(weakref.ref(memory))
-            group.places.append(Place(first_byte, block.start - first_byte, block.num_bytes))
-            if block.saved or block.mark is not None:
+            group.places.append(place)
+            if (block.saved or block.mark is not None) and not block.encoded_width:
                 reading.versions.append((memory, _versions_of(block)))
-            for saved in block.saved:
-                assert saved.snapshot is not None, "blocks contain only tensors with snapshots"
-                saved.view, saved.memory, saved.snapshot = StorageView.of(saved.snapshot.tensor), memory, None
+            _replace_saved(block, memory)
         return memories
+
+    @torch.compiler.disable  # as stash
+    def keep_decoded(self, rows: StoredRows, *, num_rows: Tensor) -> list[RestoredBlock]:
+        """Encodes and decodes rows of a group that receives no pages. Returns memory with the result for each block.
+
+        Blocks that are not encoded remain in their storage. num_rows: [1], int64, on the device.
+        """
+        memories = []
+        for block in rows.blocks:
+            if block.encoded_width:
+                place = Place.of(block)
+                memory = RestoredBlock(place.first_byte)
+                memory.restored = self.pool.restored.take(place.end)
+                decode(self._source(block, num_rows), num_rows, out=place.rows_in(memory.restored))
+                _replace_saved(block, memory)
+            else:
+                memory = RestoredBlock(0)
+                memory.restored = torch.empty(0, dtype=torch.uint8, device=self.pool.device).set_(block.storage)
+            memories.append(memory)
+        return memories
+
+    def _source(self, block: Block, num_rows: Tensor) -> Tensor:
+        """Returns the bytes of a block that are copied into pages: [n], uint8. num_rows: [1], int64."""
+        if not block.encoded_width:
+            return block.bytes_of_rows(self.pool.device)
+        size, stride = (block.num_rows, block.encoded_width), (block.pitch // 2, 1)
+        rows = torch.empty(0, dtype=torch.bfloat16, device=self.pool.device)
+        return encode(rows.set_(block.storage, block.start // 2, size, stride), num_rows)
 
     @torch.compiler.disable  # as stash
     def place(
@@ -444,14 +496,21 @@ class PageKeeper:
         meanwhile.
         """
         pages = self._current(group)
-        ends = [place.lead + place.num_bytes for place in group.places]
-        targets = [self.pool.restored.take(end) for end in ends]
-        rows = [target[place.lead : end] for target, place, end in zip(targets, group.places, ends, strict=True)]
+        targets = [self.pool.restored.take(place.end) for place in group.places]
+        placed = [*zip(targets, group.places, pages.group.tensors, strict=True)]
+        rows = [
+            self.pool.restored.take(tensor.spec.max_bytes) if place.encoded_width else target[place.lead : place.end]
+            for target, place, tensor in placed
+        ]
         # Kept alive until the main stream has waited for the copy. Otherwise the allocator could reuse the targets, and
         # the copy would overwrite them.
-        pages.targets = targets
+        pages.targets, pages.encoded = targets, rows
         with self._restore_stream.behind_main(pages.stashed):
             self.pool.restore(pages.group, rows, num_programs=0 if is_awaited else self._num_programs)
+            for encoded, (target, place, tensor) in zip(rows, placed, strict=True):
+                if place.encoded_width:
+                    assert pages.num_rows is not None, "kept for encoded rows"
+                    decode(encoded[: tensor.spec.max_bytes], pages.num_rows, out=place.rows_in(target))
             # Set before the release, so that after an interruption in between nothing is copied from the pages twice.
             group.phase = Phase.RESTORING
             self._give_back(pages)
@@ -476,7 +535,7 @@ class PageKeeper:
             if alive is not None:
                 alive.restored = target
         group.ready = record_main(self.pool.device)
-        group.recomputations, pages.targets, group.phase = [], [], Phase.READY
+        group.recomputations, pages.targets, pages.encoded, group.phase = [], [], [], Phase.READY
         # Kernels of the main stream read the flags. The records must not be reused before these kernels are done.
         self.pool.close_group(pages.group, after=group.ready)
         group.let_go = None
@@ -613,6 +672,13 @@ def _move_out(group: GroupMemory) -> None:
         elements = rows.page_bytes // rows.arena.itemsize
         rows.arena = rows.arena.view(-1, elements).index_select(0, rows.table).view(-1)
         rows.table = torch.arange(pages, device=rows.device)
+
+
+def _replace_saved(block: Block, memory: RestoredBlock) -> None:
+    """Makes autograd read a block's saved tensors from restored memory."""
+    for saved in block.saved:
+        assert saved.snapshot is not None, "blocks contain only tensors with snapshots"
+        saved.view, saved.memory, saved.snapshot = StorageView.of(saved.snapshot.tensor), memory, None
 
 
 def _versions_of(block: Block) -> list[VersionOf]:

@@ -23,6 +23,8 @@ import numpy as np
 # Bytes of the widest word that kernels copy, where sizes and addresses allow it.
 ALIGNMENT = 16
 DEFAULT_PAGE_SIZE = 64  # rows of hidden size, as in Megatron-LM
+# Formats in which a stash can store rows of bf16, besides as they are. See row_encoding.py.
+STASH_DTYPES = ("mxfp8",)
 # Rows of every tensor in a page, as long as the tiles of kernels that compute in pages.
 TILE_ROWS = 128
 MAX_TENSORS = 16  # per operator call, because kernels unroll their loop over tensors

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 
 from megatron.core.device.torch_internals import Hooks, active_hooks, storage_id
 from megatron.core.transformer.moe.paged_stash.page_layout import Priority, TensorSpec
+from megatron.core.transformer.moe.paged_stash.row_encoding import encoded_bytes, encoded_width
 
 # Nodes that look up rows of their input. Their output is an activation, even if the input is a weight.
 _EMBEDDINGS = {"EmbeddingBackward0", "EmbeddingBagBackward0"}
@@ -527,7 +528,11 @@ class SavedTensor:
 
 @dataclass(eq=False)
 class Block:
-    """Rows of one storage that are stashed together, as one TensorSpec. start, end: byte bounds of the first row."""
+    """Rows of one storage that are stashed together, as one TensorSpec.
+
+    start, end: byte bounds of the first row. encoded_width: elements of a row that is stored in 8 bits; 0 if rows are
+    stored as they are. See [Note: compressed stash] in row_encoding.py.
+    """
 
     storage: torch.UntypedStorage
     start: int
@@ -538,6 +543,7 @@ class Block:
     saved: list[SavedTensor] = field(default_factory=list)
     sources: list["Block"] = field(default_factory=list)  # of the mark's sources, if the tensor is needed
     is_source: bool = False  # whether a tensor that backward uses can be recomputed from it
+    encoded_width: int = 0
 
     @staticmethod
     def of(snapshot: Snapshot, mark: Mark | None = None) -> "Block":
@@ -552,6 +558,18 @@ class Block:
         row_bytes = tensor.nbytes // tensor.shape[0]
         return Block(tensor.untyped_storage(), 0, row_bytes, row_bytes, tensor.shape[0])
 
+    def encode_if_smaller(self, *dtypes: torch.dtype) -> None:
+        """Stores rows in 8 bits if all their bytes belong to bf16 tensors and this saves bytes.
+
+        dtypes: of tensors that share the rows, besides saved ones.
+        """
+        found = {*dtypes, *(one.snapshot.tensor.dtype for one in self.saved if one.snapshot is not None)}
+        if self.mark is not None:
+            found.add(self.mark.snapshot.tensor.dtype)
+        is_row = self.mark is None or self.mark.tokens_per_row == 1
+        if len(found) == 1 and is_row:
+            self.encoded_width = encoded_width(self.end - self.start, *found)
+
     @property
     def priority(self) -> Priority:
         """Importance of the block's pages."""
@@ -560,8 +578,16 @@ class Block:
     @property
     def spec(self) -> TensorSpec:
         """TensorSpec that describes the block to the pool, a new one in each call."""
+        if self.encoded_width:
+            row_bytes = encoded_bytes(self.encoded_width)
+            return TensorSpec(row_bytes, row_bytes, self.num_rows, self.priority)
         tokens_per_row = 1 if self.mark is None else self.mark.tokens_per_row
         return TensorSpec(self.end - self.start, self.pitch, self.num_rows, self.priority, tokens_per_row)
+
+    @property
+    def max_bytes(self) -> int:
+        """Number of bytes of all rows before they are encoded, without gaps."""
+        return self.num_rows * 2 * self.encoded_width or self.spec.max_bytes
 
     @property
     def num_bytes(self) -> int:

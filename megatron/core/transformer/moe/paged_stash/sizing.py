@@ -26,6 +26,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     page_bytes,
     pages_for,
 )
+from megatron.core.transformer.moe.paged_stash.row_encoding import encoded_bytes, encoded_width
 from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, StashEvent, layer_name
 
 # Smallest growth of a pool that was too small, as a share of its size, so that a few retries reach any size.
@@ -53,6 +54,7 @@ class StashSettings(Protocol):
     lora_target_modules: list[str]
     params_dtype: torch.dtype
     moe_expert_rank_capacity_factor: float | None
+    moe_paged_stash_dtype: str | None
     moe_paged_stash_page_size: int
     moe_paged_stash_buffer_size_factor_cuda: float
     moe_paged_stash_buffer_size_factor_cpu: float
@@ -103,7 +105,7 @@ class StepNeeds:
     @cached_property
     def most_pages(self) -> int:
         """Number of pages required if every buffer is full, which is the largest useful pool."""
-        return self.pages(lambda group: self._max_rows)
+        return self.pages(lambda group: self.max_rows)
 
     def pages_of_shares(self, rows_share: Mapping[int, float]) -> int:
         """Returns the number of pages required if each pass has its layer's multiple of the balanced rows.
@@ -113,7 +115,7 @@ class StepNeeds:
         shares = {layer_name(layer): share for layer, share in rows_share.items()}
 
         def rows(group: GroupKey) -> int:
-            return min(multiple(shares.get(group[0], 1.0), self.balanced_rows), self._max_rows)
+            return min(multiple(shares.get(group[0], 1.0), self.balanced_rows), self.max_rows)
 
         return self.pages(rows)
 
@@ -122,7 +124,8 @@ class StepNeeds:
         return resident_groups(self.events)
 
     @property
-    def _max_rows(self) -> int:
+    def max_rows(self) -> int:
+        """Rows of a group's buffers."""
         return min((spec.max_tokens for spec in self.specs), default=0)
 
 
@@ -182,17 +185,32 @@ def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
     """Returns specs of the tensors that a layer's experts save in pages for `rows` rows: x and gate_up.
 
     Experts whose rows are copied also save routing weights, fp32, and the input rows of each adapter times its first
-    matrix.
+    matrix. Rows that are encoded have the bytes of their encoding.
     """
-    itemsize = config.params_dtype.itemsize
+    specs = []
+    for width, dtype, priority in _saved_rows(config):
+        encoded = 0 if config.moe_paged_stash_dtype is None else encoded_width(width * dtype.itemsize, dtype)
+        row_bytes = encoded_bytes(encoded) if encoded else width * dtype.itemsize
+        specs.append(TensorSpec(row_bytes, row_bytes, rows, priority))
+    return tuple(specs)
+
+
+def buffer_row_bytes(config: StashSettings) -> int:
+    """Returns the bytes of a row of all tensors that experts save in pages, as they are in whole buffers."""
+    return sum(width * dtype.itemsize for width, dtype, _ in _saved_rows(config))
+
+
+def _saved_rows(config: StashSettings) -> list[tuple[int, torch.dtype, Priority]]:
+    """Returns the elements of a row, dtype and priority of each tensor that experts save in pages, x first."""
+    dtype = config.params_dtype
     ffn = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
-    x = config.hidden_size * itemsize, Priority.INPUT
-    gate_up = ffn * (2 if config.gated_linear_unit else 1) * itemsize, Priority.GATE_UP
-    widths = [x, gate_up] if config.stash_computes_in_pages else [x, (torch.float32.itemsize, Priority.INPUT), gate_up]
-    if config.lora_rank is not None and not config.stash_computes_in_pages:
-        low = (config.lora_rank * itemsize, Priority.INPUT)
-        widths += [low for name in ("linear_fc1", "linear_fc2") if name in config.lora_target_modules]
-    return tuple(TensorSpec(width, width, rows, priority) for width, priority in widths)
+    x = config.hidden_size, dtype, Priority.INPUT
+    gate_up = ffn * (2 if config.gated_linear_unit else 1), dtype, Priority.GATE_UP
+    if config.stash_computes_in_pages:
+        return [x, gate_up]
+    low = [name for name in ("linear_fc1", "linear_fc2") if name in config.lora_target_modules]
+    adapters = [] if config.lora_rank is None else [(config.lora_rank, dtype, Priority.INPUT) for _ in low]
+    return [x, (1, torch.float32, Priority.INPUT), gate_up, *adapters]
 
 
 def prefetch_groups(config: StashSettings) -> int:
@@ -475,7 +493,7 @@ def rounded_up(factor: float, *, decimals: int = 2) -> float:
 
 def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayout) -> Footprint:
     """Returns the peak device memory of tensors saved for backward, without and with a pool of this layout."""
-    one_group = sum(spec.max_bytes for spec in needs.specs)
+    one_group = buffer_row_bytes(config) * needs.max_rows
     return footprint(
         needs.events,
         lambda group: one_group,
@@ -485,8 +503,8 @@ def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayo
     )
 
 
-def gain_line(own: Footprint, layout: PoolLayout) -> str:
-    """Returns a log line that states how much memory a stage's stash saves or costs."""
+def gain_line(own: Footprint, layout: PoolLayout, *, config: StashSettings) -> str:
+    """Returns a log line that states how much memory a stage's stash saves or costs, and whether it is lossy."""
     tiers = [f"{layout.device_pages} pages"] * bool(layout.device_pages)
     if layout.host_pages:
         tiers.append(f"{layout.host_pages} pages on the host, {_mib(layout.host_pages * layout.page_bytes)}")
@@ -499,7 +517,18 @@ def gain_line(own: Footprint, layout: PoolLayout) -> str:
         )
     return (
         f"paged stash: {_mib(own.arena_bytes)} of pages + {_mib(own.working_set_bytes)} of buffers instead of "
-        f"{_mib(own.static_bytes)} on the device ({', '.join(tiers)}): {outcome}"
+        f"{_mib(own.static_bytes)} on the device ({', '.join(tiers)}): {outcome}{encoding_words(config)}"
+    )
+
+
+def encoding_words(config: StashSettings) -> str:
+    """Returns a clause that says how rows are stored in 8 bits; empty if they are stored as they are."""
+    if config.moe_paged_stash_dtype is None:
+        return ""
+    stored, whole = sum(spec.row_bytes for spec in expert_specs(config, rows=0)), buffer_row_bytes(config)
+    return (
+        f"; moe_paged_stash_dtype {config.moe_paged_stash_dtype} is lossy: backward reads rows that were stored in 8 "
+        f"bits, {stored:,} instead of {whole:,} bytes of each"
     )
 
 

@@ -69,6 +69,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     row_spec,
 )
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
+from megatron.core.transformer.moe.paged_stash.row_encoding import check_stash_dtype
 from megatron.core.transformer.moe.paged_stash.saved_tensors import (
     Block,
     RowTensors,
@@ -97,12 +98,14 @@ _SETTLED = (Phase.KEPT, Phase.READY)
 class CapturedGroup:
     """Expert group in a captured part.
 
-    specs: empty for a group that is not stashed. kept: objects that must live as long as the CUDA graphs.
+    specs: empty for a group that is not stashed. max_bytes: bytes of the buffers that hold its rows. kept: objects that
+    must live as long as the CUDA graphs.
     """
 
     name: str
     specs: Sequence[TensorSpec] = ()
     max_rows: int = 0
+    max_bytes: int = 0
     kept: tuple[Any, ...] = ()
 
 
@@ -155,6 +158,7 @@ class PagedStash:
         specs: Sequence[TensorSpec] = (),
         streams: StashStreams | None = None,
         computes_in_pages: bool = False,
+        dtype: str | None = None,
     ) -> None:
         """Creates a stash that stores rows in the pages of `pool`.
 
@@ -168,9 +172,17 @@ class PagedStash:
         otherwise they are as important as x. specs: tensor sizes of each group in `events`, if they are known before
         the first step. streams: the streams of the stash that this stash replaces, on the pool's device; None creates
         new streams. computes_in_pages: whether groups that `place` their tensors compute in pages; requires a pool with
-        scratch.
+        scratch. dtype: "mxfp8" stores rows of bf16 in 8 bits, about half as many bytes, from which backward computes
+        other gradients than from the rows themselves; there are no recompute levels then. See [Note: compressed stash]
+        in row_encoding.py.
         Raises ValueError for invalid arguments.
         """
+        check_stash_dtype(dtype)
+        if dtype is not None and computes_in_pages:
+            raise ValueError(
+                f"dtype is {dtype!r}, and computes_in_pages is True: rows are encoded when they are copied into pages; "
+                "use computes_in_pages=False"
+            )
         if computes_in_pages and not pool.scratch_pages:
             raise ValueError("computes_in_pages is True, but the pool has no scratch: build it with scratch_pages")
         for argument, number in (("prefetch_groups", prefetch_groups), ("num_programs", num_programs)):
@@ -190,10 +202,12 @@ class PagedStash:
             "has_rungs": has_rungs,
             "specs": tuple(specs),
             "computes_in_pages": computes_in_pages,
+            "dtype": dtype,
         }
         self.computes_in_pages = computes_in_pages
         self.pool, self.order = pool, StashOrder(events)
-        self._prefetch_groups, self.has_rungs = prefetch_groups, has_rungs
+        self._prefetch_groups, self.has_rungs = prefetch_groups, has_rungs and dtype is None
+        self.dtype = dtype
         self._prefetches_from_host = computes_in_pages and pool.scratch_sets > 1
         self._keeper = PageKeeper(pool, num_programs=num_programs, streams=streams or StashStreams.on(pool.device))
         self._instances: Multiset[str] = Multiset()  # number of forwards so far in this step, by name
@@ -270,7 +284,7 @@ class PagedStash:
             max_rows,
             group=group,
             hooks=hooks,
-            takes_rows=group.phase is Phase.RECORDING,
+            takes_rows=self._takes_rows(group),
             has_rungs=self.has_rungs,
             takes=takes,
         )
@@ -278,7 +292,7 @@ class PagedStash:
             with torch.autograd.graph.saved_tensors_hooks(recording.pack, self._unpack):
                 yield recording
             if recording.has_saved:
-                stored = StoredRows.of(recording.blocks()) if group.phase is Phase.RECORDING else NOTHING
+                stored = StoredRows.of(self._encoded(recording.blocks())) if self._takes_rows(group) else NOTHING
                 self._commit(group, stored, num_rows=num_rows, max_rows=max_rows)
         finally:
             if group.phase is Phase.RECORDING and recording.has_saved:
@@ -439,7 +453,7 @@ class PagedStash:
             event = self._next_forward(group.name)
             self._count_forward(group.name)
             if group.specs:
-                self._learn(event, group.specs, max_rows=group.max_rows)
+                self._learn(event, group.specs, max_rows=group.max_rows, max_bytes=group.max_bytes)
                 row = self._reserve_of(event)
                 if row is not None:
                     part.reserve.copy_(row)
@@ -480,6 +494,17 @@ class PagedStash:
             self._keeper.join()
             return self._begin(name, backward_is_next=backward_is_next) if is_active else None
 
+    def _takes_rows(self, group: GroupMemory) -> bool:
+        """Returns whether rows of a group are stored, or, if its backward follows, are at least encoded."""
+        return group.phase is Phase.RECORDING or self.dtype is not None
+
+    def _encoded(self, blocks: list[Block], *dtypes: torch.dtype) -> list[Block]:
+        """Returns the blocks, which store their rows in 8 bits where they can, if this stash does. dtypes: of each."""
+        if self.dtype is not None:
+            for block, own in zip(blocks, dtypes or [None] * len(blocks), strict=True):
+                block.encode_if_smaller(*([] if own is None else [own]))
+        return blocks
+
     def _spoil(self) -> None:
         """Records that an exception ended a forward, so that the order of this step is not learned."""
         self._is_spoiled = self._is_spoiled or self._part is None
@@ -512,8 +537,11 @@ class PagedStash:
         with self._keeper:
             memories = []
             count = num_rows if isinstance(num_rows, Tensor) and not may_change else None
-            self._enter(group, stored.specs, max_rows=max_rows)
-            if stored.blocks:
+            is_kept = group.phase is Phase.KEPT or not stored.blocks
+            specs = [] if is_kept else stored.specs
+            max_bytes = 0 if is_kept else sum(block.max_bytes for block in stored.blocks)
+            self._enter(group, specs, max_rows=max_rows, max_bytes=max_bytes)
+            if not is_kept:
                 memories = self._keeper.stash(
                     group,
                     stored,
@@ -523,12 +551,14 @@ class PagedStash:
                 )
             else:
                 group.phase = Phase.KEPT
-                if isinstance(num_rows, Tensor):
-                    # An invalid number discards the step. Ints were checked before. Runs on the main stream, which
-                    # waited for all plans when the group began.
-                    self.pool.check_count(_count_tensor(num_rows, self.pool.device), max_rows)
+                if isinstance(num_rows, Tensor) or stored.blocks:
+                    count = _count_tensor(num_rows, self.pool.device) if count is None else count
+                    # An invalid number discards the step. Runs on the main stream, which waited for all plans when the
+                    # group began.
+                    self.pool.check_count(count, max_rows)
+                    memories = self._keeper.keep_decoded(stored, num_rows=count)
             # Recomputations of dropped tensors may read other tensors that the forward created.
-            self._leave(group, stored.specs, kept=tuple(stored.recomputations), max_rows=max_rows)
+            self._leave(group, specs, kept=tuple(stored.recomputations), max_rows=max_rows, max_bytes=max_bytes)
             return memories
 
     def _place(
@@ -536,7 +566,7 @@ class PagedStash:
     ) -> list[PagedRows]:
         """Allocates pages in which a group's forward computes its tensors; `_placed` ends that forward."""
         with self._keeper:
-            self._enter(group, specs, max_rows=max_rows)
+            self._enter(group, specs, max_rows=max_rows, max_bytes=sum(spec.max_bytes for spec in specs))
             if self._prefetches_from_host and self._part is None:
                 # Backwards that follow each other use different sets.
                 group.scratch_set = self.order.backward_index(group.event) % self.pool.scratch_sets
@@ -559,13 +589,14 @@ class PagedStash:
                 self._keeper.rest_in_scratch(group)
             else:
                 self._keeper.spill(group, num_rows=num_rows)
-            self._leave(group, specs, kept=(kept,), max_rows=max_rows)
+            max_bytes = sum(spec.max_bytes for spec in specs)
+            self._leave(group, specs, kept=(kept,), max_rows=max_rows, max_bytes=max_bytes)
 
-    def _enter(self, group: GroupMemory, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
+    def _enter(self, group: GroupMemory, specs: Sequence[TensorSpec], *, max_rows: int, max_bytes: int) -> None:
         """Records the sizes of a group before it receives pages."""
         part = self._part
         if part is None and group.phase is Phase.RECORDING:
-            self._learn(group.event, specs, max_rows=max_rows)
+            self._learn(group.event, specs, max_rows=max_rows, max_bytes=max_bytes)
         if part is not None and part.group is not None:
             raise RuntimeError(
                 f"{part.group.name} and {group.event.name} are in one captured part: a part can contain only one "
@@ -575,14 +606,22 @@ class PagedStash:
     def _pages_to_leave(self, group: GroupMemory) -> Tensor | None:
         return self._reserve_of(group.event) if self._part is None else self._part.reserve
 
-    def _leave(self, group: GroupMemory, specs: Sequence[TensorSpec], *, kept: tuple[Any, ...], max_rows: int) -> None:
+    def _leave(
+        self,
+        group: GroupMemory,
+        specs: Sequence[TensorSpec],
+        *,
+        kept: tuple[Any, ...],
+        max_rows: int,
+        max_bytes: int,
+    ) -> None:
         """Adds a forward to the step, or to the captured part, which keeps `kept` alive."""
         if self._part is None:
             self.order.observe(group.event)
             self._groups[group.event.group] = group
         else:
             kept = () if group.pages is None else (group.pages, *kept)
-            self._part.group = CapturedGroup(group.event.name, specs, max_rows, kept)
+            self._part.group = CapturedGroup(group.event.name, specs, max_rows, max_bytes, kept)
 
     def _next_forward(self, name: str) -> StashEvent:
         is_counted = self._num_forwards < _MAX_FORWARDS
@@ -593,14 +632,14 @@ class PagedStash:
             self._instances[name] += 1
         self._num_forwards += 1
 
-    def _learn(self, event: StashEvent, specs: Sequence[TensorSpec], *, max_rows: int) -> None:
+    def _learn(self, event: StashEvent, specs: Sequence[TensorSpec], *, max_rows: int, max_bytes: int) -> None:
         if self._num_forwards > _MAX_FORWARDS:
             return
         group = event.group
         if group in self._max_bytes and self._reserve.knows(group, specs, max_rows=max_rows):
             return
         self._reserve.learn(group, specs, max_rows=max_rows)
-        self._max_bytes[group] = sum(spec.max_bytes for spec in specs)
+        self._max_bytes[group] = max_bytes
 
     def _reserve_of(self, event: StashEvent) -> Tensor | None:
         """Returns the pages that this forward's plan must leave free: [3], int64, on the device, or None."""
@@ -755,11 +794,11 @@ class StashedRows:
                     f"contiguous, with offset 0 and max_rows ({self._max_rows}) rows"
                 )
         self._is_saved = True
-        if group.phase is Phase.RECORDING:
-            blocks = [Block.whole(tensor) for tensor in tensors]
-            specs = [row_spec(block.end, self._max_rows) for block in blocks]
+        if stash._takes_rows(group):
+            blocks = stash._encoded([Block.whole(tensor) for tensor in tensors], *(one.dtype for one in tensors))
+            specs = [block.spec for block in blocks]
             recomputations, last = [], len(inputs)
-            if recompute is not None:
+            if recompute is not None and stash.dtype is None:
                 if not 0 < num_sources <= last:
                     raise ValueError(f"num_sources ({num_sources}) must be 1 to {last}, the number of inputs")
                 specs[-1] = row_spec(blocks[-1].end, self._max_rows, Priority.GATE_UP)

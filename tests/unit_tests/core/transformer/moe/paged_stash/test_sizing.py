@@ -224,7 +224,7 @@ def test_the_line_for_the_log_says_gains_and_costs() -> None:
         own = stash_footprint(config, needs, layout=layout)
         assert own.working_set_bytes == 2 * FULL * 516
         assert own.static_bytes == layers * FULL * 516, "the last group is not stashed, and has whole buffers"
-        assert word in gain_line(own, layout)
+        assert word in gain_line(own, layout, config=config)
 
 
 def test_pages_in_which_a_gpu_computes_hold_whole_rows_and_a_tile_of_them() -> None:

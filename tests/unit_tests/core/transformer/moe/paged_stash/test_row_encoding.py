@@ -1,0 +1,175 @@
+"""A stash of 8 bits: forward is exact, and backward has the bits of decoded rows, for any pool and order of groups."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.core.block_scaled.format import BlockFormat
+from megatron.core.block_scaled.reference import dequantize_rows, quantize_rows
+from megatron.core.transformer.moe.paged_stash import Counter, PagedStash, PagePool, PoolLayout, group_memory
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent
+from tests.unit_tests.core.transformer.moe import test_expert_function
+from tests.unit_tests.core.transformer.moe.paged_stash import expert_models
+from tests.unit_tests.core.transformer.moe.paged_stash.test_rows_in_pages import run
+from tests.unit_tests.core.transformer.moe.test_expert_function import ACTIVATIONS, CAPACITY, Case
+
+FORM = BlockFormat(32)
+BF16 = torch.bfloat16
+POOLS = {"device": (400, 0), "host": (0, 400), "both": (7, 400)}
+
+
+def round_trip(tensor: Tensor) -> Tensor:
+    """Returns what backward reads in place of a tensor of rows, any dtype; only bf16 rows of two dimensions change."""
+    if tensor.dtype is not BF16 or tensor.dim() != 2 or FORM.row_bytes(tensor.shape[1]) >= 2 * tensor.shape[1]:
+        return tensor
+    packed = FORM.empty_rows(*tensor.shape)
+    quantize_rows(tensor.detach(), FORM, out=packed)
+    decoded = torch.empty_like(tensor)
+    dequantize_rows(packed, FORM, out=decoded)
+    return decoded
+
+
+def on_decoded_rows(num_rows: int) -> Any:
+    """Context manager in which autograd saves decoded rows of the tensors with num_rows rows."""
+
+    def pack(tensor: Tensor) -> Tensor:
+        return round_trip(tensor) if tensor.shape[:1] == (num_rows,) else tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+
+
+def make_stash(device_pages: int = 400, host_pages: int = 0, **options: Any) -> PagedStash:
+    return PagedStash(PagePool("cpu", PoolLayout(192, device_pages, host_pages)), dtype="mxfp8", **options)
+
+
+def events_of(order: str) -> list[StashEvent]:
+    kinds = {"F": EventKind.FORWARD, "B": EventKind.BACKWARD}
+    return [StashEvent(kinds[one[0]], f"layer {one[1:]}", 0) for one in order.split()]
+
+
+@pytest.fixture
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Makes rows of all tensors wide enough for their encoding to save bytes, and no multiple of a block."""
+    for module in (test_expert_function, expert_models):
+        monkeypatch.setattr(module, "HIDDEN", 40)
+        monkeypatch.setattr(module, "FFN", 24)
+
+
+def made_cases(**options: Any) -> list[Case]:
+    cases = [Case(dtype=BF16, **options) for _ in range(3)]
+    for number, case in enumerate(cases):
+        case.x.data.mul_(number + 1)
+    return cases
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("has_more", [False, True], ids=["", "biases and adapters"])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("pool", POOLS)
+def test_experts_have_exact_results_and_gradients_from_decoded_rows(pool: str, activation: str, has_more: bool) -> None:
+    cases = made_cases(activation=ACTIVATIONS[activation], has_more=has_more)
+    exact = [run(case, None, "") for case in cases]
+    with on_decoded_rows(CAPACITY):
+        expected = [case.live_grads(run(case, None, "")) for case in cases]
+    assert not all(map(torch.equal, expected[0], cases[0].live_grads(exact[0], retain_graph=True))), "it is lossy"
+    # In its second step each stash knows the order, and the backward of "layer 2" then follows directly.
+    stash = make_stash(*POOLS[pool])
+    for _ in range(2):
+        outputs = [run(case, stash, f"layer {number}") for number, case in enumerate(cases)]
+        assert all(map(torch.equal, outputs, exact))
+        for number in reversed(range(3)):
+            found = cases[number].live_grads(outputs[number])
+            assert all(map(torch.equal, found, expected[number])), number
+        stash.reset()
+    assert not stash.is_void_sync()
+
+
+@pytest.mark.usefixtures("wide")
+def test_pages_hold_the_encoded_bytes() -> None:
+    # x has 40 + 2 bytes and gate_up 48 + 2, both up to a multiple of 16, and the fp32 scale 4.
+    (case, other, _), stash = made_cases(), make_stash()
+    outputs = [run(one, stash, f"layer {number}") for number, one in enumerate((case, other))]
+    assert stash.pool.occupancy_sync().counters[Counter.LIVE_BYTES] == 2 * case.live * (48 + 64 + 4)
+    stash.reset()
+    del outputs
+    assert FORM.row_bytes(2048) + FORM.row_bytes(2 * 768) == 3696, "Qwen3-30B-A3B: 8,704 in bf16 with act"
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("pool", POOLS)
+def test_contexts_of_other_modules_encode_what_they_save(pool: str) -> None:
+    def model(context: Callable[..., Any] | None) -> torch.nn.Module:
+        return expert_models.Model(context, kind=expert_models.MarkedExperts, dtype=BF16)
+
+    with on_decoded_rows(expert_models.C):
+        expected = expert_models.gradients(model(None), BF16)
+    exact = expert_models.gradients(model(None), BF16)
+    stash = make_stash(*POOLS[pool])
+    for _ in range(2):
+        expert_models.assert_same(expert_models.gradients(model(stash.context), BF16), expected)
+        stash.reset()
+    assert not all(map(torch.equal, exact, expected)), "it is lossy"
+
+
+def test_rows_of_other_dtypes_and_narrow_rows_are_stored_as_they_are() -> None:
+    for options in ({}, {"dtype": BF16}):
+        case, stash = Case(**options), make_stash()
+        expected = case.live_grads(run(case, None, ""))
+        output = run(case, stash, "layer 0")
+        row = case.x.element_size() * 32 + 4  # x has 16 elements, gate_up 16
+        assert stash.pool.occupancy_sync().counters[Counter.LIVE_BYTES] == case.live * row
+        assert all(map(torch.equal, case.live_grads(output), expected))
+        stash.reset()
+
+
+@pytest.mark.usefixtures("wide")
+@pytest.mark.parametrize("wrong", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("is_next", [False, True])
+def test_what_is_not_finite_reaches_the_gradients(wrong: float, is_next: bool) -> None:
+    (case, *_), events = made_cases(), events_of("F0 B0" if is_next else "F0 F1 B1 B0")
+    case.x.data[0, 3] = wrong
+    stash = make_stash(events=events)
+    output = run(case, stash, "layer 0")
+    weight = case.live_grads(output, wanted=["weight1"])[0]
+    assert weight[0].isnan().any()
+
+
+@pytest.mark.usefixtures("wide")
+def test_without_pages_for_gate_up_the_step_is_discarded() -> None:
+    (case, *_), stash = made_cases(), make_stash(4)
+    output = run(case, stash, "layer 0")
+    counters = stash.pool.occupancy_sync().counters
+    assert stash.is_void_sync() and not counters[Counter.DROPPED_GATE_UP], "nothing is recomputed from decoded rows"
+    case.live_grads(output)
+
+
+@pytest.mark.usefixtures("wide")
+def test_prefetched_rows_are_decoded_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases, stash, decoded = made_cases(), make_stash(prefetch_groups=1), list[int]()
+    decode = group_memory.decode
+
+    def counted(*arguments: Any, **options: Any) -> None:
+        decoded.append(1)
+        decode(*arguments, **options)
+
+    monkeypatch.setattr(group_memory, "decode", counted)
+    outputs = [run(case, stash, f"layer {number}") for number, case in enumerate(cases)]
+    cases[2].live_grads(outputs[2])
+    assert len(decoded) == 4, "x and gate_up of this group and of the next"
+
+
+@pytest.mark.usefixtures("wide")
+def test_copies_of_a_stash_encode_too_and_other_values_are_refused() -> None:
+    stash = make_stash()
+    (case, *_), copied = made_cases(), copy.deepcopy(stash)
+    run(case, copied, "layer 0")
+    assert copied.dtype == "mxfp8" and not copied.has_rungs
+    with pytest.raises(ValueError, match="dtype \\('fp4'\\) must be None or one of 'mxfp8'"):
+        PagedStash(stash.pool, dtype="fp4")
+    pool = PagePool("cpu", PoolLayout(192, 9), scratch_pages=9)
+    with pytest.raises(ValueError, match="dtype is 'mxfp8', and computes_in_pages is True: rows are encoded when"):
+        PagedStash(pool, dtype="mxfp8", computes_in_pages=True)
