@@ -1,11 +1,11 @@
 """Measures whether a stash of 8 bits changes the loss that training reaches: paired runs on real text.
 
-    python benchmarks/stash_loss.py [--seeds 8] [--steps 400] [--folder DIR] [--json FILE]
+    python benchmarks/stash_loss.py [--seeds 8] [--steps 600] [--folder DIR] [--json FILE]
 
 Trains a small mixture of experts in bf16 on the text included in Python, for each seed three times, with the same
 initial weights and batches: with a stash that stores rows as they are, with --moe-paged-stash-dtype mxfp8, and, as a
 control, with rows as they are and half the micro-batch size, which changes only the order of sums. The loss is that of
-the validation set after the last step. Training amplifies any difference in rounding, so single pairs differ even in the
+the validation set after the last step. Training amplifies any difference in rounding, so pairs differ even in the
 control. Prints, for the 8 bits and for the control, the mean difference of the pairs relative to the loss, and its
 two-sided 95 % confidence interval by Student's t distribution. The target is an upper bound of at most 0.2 %.
 """
@@ -21,6 +21,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,19 +37,19 @@ from megatron.tools.run_log import EVALUATION_LINE  # noqa: E402
 TARGET_PERCENT = 0.2
 BATCH = 16
 SIDES = {
-    "rows as they are": ["--micro-batch-size", "8"],
-    "8 bits": ["--micro-batch-size", "8", "--moe-paged-stash-dtype", "mxfp8"],
-    "control": ["--micro-batch-size", "4"],
+    "rows as they are": ["--micro-batch-size", "16"],
+    "8 bits": ["--micro-batch-size", "16", "--moe-paged-stash-dtype", "mxfp8"],
+    "control": ["--micro-batch-size", "8"],
 }
 FLAGS = f"""
---num-layers 4 --hidden-size 128 --num-attention-heads 4 --group-query-attention --num-query-groups 2
---num-experts 16 --moe-router-topk 4 --moe-ffn-hidden-size 64 --moe-grouped-gemm --moe-aux-loss-coeff 1e-2
+--num-layers 3 --hidden-size 64 --num-attention-heads 4 --group-query-attention --num-query-groups 2
+--num-experts 8 --moe-router-topk 2 --moe-ffn-hidden-size 64 --moe-grouped-gemm --moe-aux-loss-coeff 1e-2
 --moe-expert-rank-capacity-factor 1 --moe-paged-stash --moe-paged-stash-buffer-size-factor-cuda 1.1
 --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope
 --untie-embeddings-and-output-weights --hidden-dropout 0 --attention-dropout 0 --bf16
---seq-length 128 --max-position-embeddings 128 --global-batch-size {BATCH}
---lr 2e-3 --min-lr 2e-4 --lr-decay-style cosine --lr-warmup-iters 40 --adam-beta2 0.95 --clip-grad 1.0
---num-workers 0 --split 95,5,0 --eval-iters 40
+--seq-length 64 --max-position-embeddings 64 --global-batch-size {BATCH}
+--lr 3e-3 --min-lr 3e-5 --lr-decay-style cosine --lr-warmup-iters 40 --adam-beta2 0.95 --clip-grad 1.0
+--num-workers 0 --split 95,5,0 --eval-iters 100
 """
 # Quantiles of Student's t distribution with n - 1 degrees of freedom at 97.5 %, for n pairs.
 T_975 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571, 7: 2.447, 8: 2.365, 9: 2.306, 10: 2.262, 12: 2.201}
@@ -78,9 +80,13 @@ def main() -> None:
         workspace = Workspace(folder, (folder / "text.jsonl",))
         prepare(workspace)
         print(f"{'seed':>4}" + "".join(f"{side:>20}" for side in SIDES))
-        for seed in range(1, options.seeds + 1):
-            for side, more in SIDES.items():
-                losses[side].append(validation_loss(workspace, [*more, "--seed", str(seed)], steps=options.steps))
+        pool = stack.enter_context(ThreadPoolExecutor(os.cpu_count()))
+        train = partial(validation_loss, workspace, steps=options.steps)
+        seeds = [str(seed) for seed in range(1, options.seeds + 1)]
+        runs = [[pool.submit(train, [*more, "--seed", seed]) for more in SIDES.values()] for seed in seeds]
+        for seed, of_seed in zip(seeds, runs, strict=True):
+            for own, run in zip(losses.values(), of_seed, strict=True):
+                own.append(run.result())
             print(f"{seed:>4}" + "".join(f"{of_side[-1]:>20.5f}" for of_side in losses.values()), flush=True)
     reference = losses["rows as they are"]
     gaps = {side: Gap.of(losses[side], reference) for side in ("8 bits", "control")}
@@ -94,7 +100,7 @@ def main() -> None:
 
 
 def validation_loss(workspace: Workspace, flags: Sequence[str], *, steps: int) -> float:
-    """Trains a model on one single-threaded process and returns its validation loss after the last step."""
+    """Trains a model in a process with one thread and returns its validation loss after the last step."""
     data = [*tokenizer_flags(workspace), "--data-path", str(workspace.tokens)]
     length = ["--train-iters", str(steps), "--eval-interval", str(steps), "--log-interval", str(steps)]
     words = [str(word) for word in (*shlex.split(FLAGS), *data, *length, *flags)]
@@ -112,7 +118,7 @@ def parse_options() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=8, choices=sorted(T_975), help="number of pairs (default: 8)")
-    parser.add_argument("--steps", type=int, default=400, help="steps of each run (default: 400)")
+    parser.add_argument("--steps", type=int, default=600, help="steps of each run (default: 600)")
     parser.add_argument("--folder", type=Path, help="keep text, tokenizer and tokens here, and reuse them")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     return parser.parse_args()
