@@ -453,7 +453,8 @@ def learned_lines(config: StashSettings, learned: LearnedSizes, *, valid: Learne
         lines.append(
             "pools start with the configured sizes: the checkpoint's were learned for rows with "
             f"{learned.row_bytes or 'an unknown number of'} bytes in pages, and this run's have {valid.row_bytes}, "
-            "because of another moe_paged_stash_compute, another shape of the experts, or an older version"
+            "because of another moe_paged_stash_compute or moe_paged_stash_dtype, another shape of the experts, or an "
+            "older version"
         )
     return lines
 

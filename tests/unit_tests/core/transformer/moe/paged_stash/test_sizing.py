@@ -6,6 +6,7 @@ from math import ceil
 from typing import Any
 
 import pytest
+import torch
 
 from megatron.core.pipeline_parallel.expansion import expand
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
@@ -13,6 +14,7 @@ from megatron.core.transformer.moe.paged_stash import EventKind, PoolLayout, Pri
 from megatron.core.transformer.moe.paged_stash.sizing import (
     LearnedSizes,
     StepNeeds,
+    buffer_row_bytes,
     capacity_factor,
     check_effect,
     expert_specs,
@@ -35,7 +37,8 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.step.expert_memory import stash_events
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, small_config
 
-COMPUTE = "moe_paged_stash_compute"
+COMPUTE, DTYPE = "moe_paged_stash_compute", "moe_paged_stash_dtype"
+BF16 = {"bf16": True, "params_dtype": torch.bfloat16}
 MOE: dict[str, Any] = {
     **LLAMA_LIKE,
     "num_moe_experts": 4,
@@ -214,6 +217,26 @@ def test_a_stash_that_never_keeps_anything_is_refused_in_the_whole_model_alone()
             check_effect(stages)
 
 
+def test_encoded_rows_are_counted_as_stored_and_the_line_says_that_they_are_lossy() -> None:
+    (events,) = events_of(1, 12, 1)
+    lines, pages = {}, {}
+    for dtype in (None, "mxfp8"):
+        config = settings(**BF16, hidden_size=128, lora_rank=64, lora_target_modules=["linear_fc2"], **{DTYPE: dtype})
+        needs = needs_of(config, events)
+        layout = pool_layout(config, needs, learned=LearnedSizes())
+        assert layout is not None
+        own, pages[dtype] = stash_footprint(config, needs, layout=layout), layout.device_pages
+        assert own.static_bytes == 12 * FULL * buffer_row_bytes(config), "buffers have the rows themselves"
+        lines[dtype] = gain_line(own, layout, config=config)
+        assert config.stash_recomputes == (dtype is None)
+    # x, routing weights, gate_up and the product of an adapter.
+    x, ffn = 128, config.moe_ffn_hidden_size
+    assert [spec.row_bytes for spec in needs.specs] == [144, 4, -(-(2 * ffn + 2 * ffn // 32) // 16) * 16, 80]
+    assert buffer_row_bytes(config) == 2 * x + 4 + 4 * ffn + 2 * 64
+    assert pages["mxfp8"] < 0.7 * pages[None], "also tails of pages"
+    assert "lossy" not in lines[None] and "moe_paged_stash_dtype mxfp8 is lossy: backward reads rows" in lines["mxfp8"]
+
+
 def test_the_line_for_the_log_says_gains_and_costs() -> None:
     for layers, factor, word in ((12, 1.0, "saves 25%"), (2, 1.0, "COSTS"), (12, 0.0, "pages on the host, ")):
         (events,) = events_of(1, layers, 1)
@@ -311,6 +334,10 @@ STAGES = {"pipeline_model_parallel_size": 2, "num_layers": 4, "pipeline_dtype": 
     ({"moe_paged_stash_page_size": 48}, "page_size is 48: must be a power of two, such as 32 or 64"),
     ({"moe_paged_stash_page_size": 0}, "page_size is 0: must be at least 1"),
     ({"moe_paged_stash_prefetch_layers": -1}, "prefetch_layers is -1: must be at least 0"),
+    ({DTYPE: "fp8"}, "stash_dtype is 'fp8': must be one of mxfp8"),
+    ({DTYPE: "mxfp8"}, "stash_dtype is 'mxfp8', but experts do not compute in bf16"),
+    ({**BF16, DTYPE: "mxfp8", COMPUTE: "pages"}, "compute is 'pages' and moe_paged_stash_dtype is 'mxfp8', but rows"),
+    ({"moe_paged_stash": False, COMPUTE: None, DTYPE: "mxfp8"}, "dtype is mxfp8: requires moe_paged_stash"),
     ({"moe_paged_stash_overflow_policy": "spill"}, "must be one of recompute, rerun, error"),
     ({"moe_paged_stash_buffer_bytes": 0}, "buffer_bytes is 0: must be at least 1"),
     ({"moe_paged_stash_buffer_bytes": PAGE - 1}, "buffer_bytes is 8191: must be at least one page, 8192 bytes"),
