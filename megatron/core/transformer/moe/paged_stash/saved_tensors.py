@@ -362,6 +362,9 @@ class RowView(NamedTuple):
         return self.start + self.extent
 
 
+_NO_ROWS = RowView(0, 0, 0, 0)
+
+
 def row_view(tensor: Tensor, num_rows: int) -> RowView | None:
     """Returns the byte positions of a tensor's rows; None unless its outermost dimension in memory has num_rows rows.
 
@@ -559,15 +562,16 @@ class Block:
         return Block(tensor.untyped_storage(), 0, row_bytes, row_bytes, tensor.shape[0])
 
     def encode_if_smaller(self, *dtypes: torch.dtype) -> None:
-        """Stores rows in 8 bits if all their bytes belong to bf16 tensors and this saves bytes.
+        """Stores rows in 8 bits if all their bytes belong to saved bf16 tensors, and this saves bytes.
 
-        dtypes: of tensors that share the rows, besides saved ones.
+        dtypes: of a tensor without a snapshot that has all bytes of the rows.
         """
-        found = {*dtypes, *(one.snapshot.tensor.dtype for one in self.saved if one.snapshot is not None)}
+        snapshots = [one.snapshot for one in self.saved if one.snapshot is not None]
         if self.mark is not None:
-            found.add(self.mark.snapshot.tensor.dtype)
+            snapshots.append(self.mark.snapshot)
+        found = {*dtypes, *(one.tensor.dtype for one in snapshots)}
         is_row = self.mark is None or self.mark.tokens_per_row == 1
-        if len(found) == 1 and is_row:
+        if len(found) == 1 and is_row and (dtypes or _covers(snapshots, self.start, self.end)):
             self.encoded_width = encoded_width(self.end - self.start, *found)
 
     @property
@@ -610,6 +614,20 @@ class Block:
     def overlaps(self, other: "Block") -> bool:
         """Returns whether the blocks have bytes in common."""
         return self.is_cut_like(other) and self.start < other.end and other.start < self.end
+
+
+def _covers(snapshots: list[Snapshot], start: int, end: int) -> bool:
+    """Returns whether the tensors have all bytes of a row from `start` to `end`.
+
+    Other bytes may have any value, even NaN, and a common scale would spread it.
+    """
+    reached = start
+    for one in sorted(snapshots, key=lambda one: (one.rows or _NO_ROWS).start):
+        rows = one.rows or _NO_ROWS
+        is_whole = rows.extent * rows.num_rows == one.tensor.nbytes
+        if is_whole and rows.start <= reached:
+            reached = max(reached, rows.end)
+    return reached >= end
 
 
 def blocks_of(saved: list[SavedTensor], marks: list[Mark]) -> list[Block]:

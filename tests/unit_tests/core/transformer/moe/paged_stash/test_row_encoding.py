@@ -10,7 +10,14 @@ from torch import Tensor
 
 from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.block_scaled.reference import dequantize_rows, quantize_rows
-from megatron.core.transformer.moe.paged_stash import Counter, PagedStash, PagePool, PoolLayout, group_memory
+from megatron.core.transformer.moe.paged_stash import (
+    Counter,
+    PagedStash,
+    PagePool,
+    PoolLayout,
+    RowTensors,
+    group_memory,
+)
 from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, StashEvent
 from tests.unit_tests.core.transformer.moe import test_expert_function
 from tests.unit_tests.core.transformer.moe.paged_stash import expert_models
@@ -113,6 +120,34 @@ def test_contexts_of_other_modules_encode_what_they_save(pool: str) -> None:
         expert_models.assert_same(expert_models.gradients(model(stash.context), BF16), expected)
         stash.reset()
     assert not all(map(torch.equal, exact, expected)), "it is lossy"
+
+
+@pytest.mark.parametrize("columns, stored", [
+    ([slice(0, 40), slice(40, 96)], 112),  # adjacent: 96 + 3 bytes, up to a multiple of 16
+    ([slice(0, 96), slice(3, 50)], 112),
+    ([slice(0, 40), slice(41, 96)], 192),  # the column between them is not saved
+    ([slice(0, 96, 2)], 190),
+])  # fmt: skip
+def test_memory_that_was_not_saved_does_not_share_a_scale(columns: list[slice], stored: int) -> None:
+    rows = torch.randn(12, 96, dtype=BF16).requires_grad_()
+    whole = rows * 1
+    parts = [whole[:, one] for one in columns]
+    if stored > 112:
+        with torch.no_grad():
+            whole.data[:, 40 if len(columns) == 2 else slice(1, None, 2)] = torch.nan
+
+    def loss() -> Tensor:
+        return sum((part.square().float().sum() for part in parts), torch.zeros(()))
+
+    stash = make_stash()
+    with stash.context("layer", 12, max_rows=12, takes=RowTensors.GUESSED) as group:
+        group.rows(whole)
+        total = loss()
+    assert stash.pool.occupancy_sync().counters[Counter.LIVE_BYTES] == 12 * stored
+    total.backward()
+    assert rows.grad is not None
+    seen = torch.cat([rows.grad[:, one] for one in columns], dim=1)
+    assert seen.isfinite().all()
 
 
 def test_rows_of_other_dtypes_and_narrow_rows_are_stored_as_they_are() -> None:
