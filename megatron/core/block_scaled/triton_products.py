@@ -275,7 +275,7 @@ def scaled_product(
     With is_transposed, x has O columns and out has H. width: O. arithmetic: for tests; None chooses by the GPU.
     """
     if arithmetic is None:
-        arithmetic = _arithmetic_of(x.device, block)
+        arithmetic = arithmetic_of(x.device, block)
     launch, tile_rows, column_tiles = _product(
         (weight.shape[0], weight.shape[1], width),
         (x.stride(), weight.stride(), out.stride()),
@@ -306,15 +306,15 @@ def scaled_weight_grad(
     H, O], bf16 or fp32. rows: C. arithmetic: as in scaled_product.
     """
     if arithmetic is None:
-        arithmetic = _arithmetic_of(x.device, block)
+        arithmetic = arithmetic_of(x.device, block)
     launch, programs = _weight_grad(
         tuple(out.shape), (x.stride(), grad.stride(), out.stride()), out.dtype, block, arithmetic
     )
     launch(programs, (*_parts(x, rows, arithmetic), *_parts(grad, rows, arithmetic), offsets, out), (rows,))
 
 
-def _arithmetic_of(device: torch.device, block: int) -> Arithmetic:
-    """Returns the fastest arithmetic of a device. See [Note: arithmetic]."""
+def arithmetic_of(device: torch.device, block: int) -> Arithmetic:
+    """Returns the arithmetic that launchers choose on a device. See [Note: arithmetic]."""
     if device.type != "cuda":
         return Arithmetic.DEQUANTIZED
     major, _ = torch.cuda.get_device_capability(device)
