@@ -2,8 +2,8 @@
 
 A check is a module whose main() runs in a process of its own, a fork of a server that has imported the slow modules, so
 that a hang, a crash or a corrupted CUDA context costs only one check. Call A measures what a training step takes, and
-call B tests the correctness of kernels, the stash and replays. Both fit into fifteen minutes of a rented GPU, with its
-start, and each into the ten minutes after which some machines end a command.
+call B tests the correctness of kernels, the stash and replays, and measures rows in 8 bits. Both fit into fifteen
+minutes of a rented GPU, with its start, and each into the ten minutes after which some machines end a command.
 """
 
 import shlex
@@ -100,8 +100,17 @@ ACTIVATIONS = ("act_kernel", "act_gradient_kernel")
 BIASES = ("add_bias_kernel", "bias_grad_kernel", "bias_scale_grad_kernel")
 HEADS = ("rotate_kernel", "rotate_grads_kernel", "sum_partials_kernel")
 ROWS = ("choice_grad_kernel", "count_kernel", "order_kernel", "experts_kernel", "gather_kernel", "sum_kernel")
-ALL = PAGES + PRODUCTS + ACTIVATIONS + BIASES + ROWS + HEADS
-# One small case for each kernel.
+QUANTIZERS = (
+    "quantize_kernel",
+    "act_quantize_kernel",
+    "dequantize_kernel",
+    "quantize_columns_kernel",
+    "quantize_squares_kernel",
+)
+SCALED_PRODUCTS = ("scaled_gemm_kernel", "scaled_weight_grad_kernel")
+ALL = PAGES + PRODUCTS + ACTIVATIONS + BIASES + ROWS + HEADS + QUANTIZERS + SCALED_PRODUCTS
+# One small case for each kernel. Products of 8-bit rows have one for each kind of arithmetic. A GPU skips the kinds
+# that its launchers do not choose.
 CASES = (
     "pages_rings and bfloat16-1000",
     "products and bfloat16-1000-False and 129",
@@ -114,6 +123,12 @@ CASES = (
     "heads and plain and 128 and dtype1",
     "remainders",
     "near_that and params0",
+    "block_scaled and every_bf16_number and 32s",
+    "block_scaled and columns and 256-96-200-128s",
+    "block_scaled and weights and stored-torch.bfloat16-128s",
+    "block_scaled and activation0-1000-torch.bfloat16-128s",
+    "block_scaled and products and forward and float32",
+    "block_scaled and weight_gradients and bfloat16",
 )
 
 CHECKS = (
@@ -202,15 +217,6 @@ CHECKS = (
     ),
     # Section: call B, directly after call A on the same machine.
     Check(
-        "stash_late_streams",
-        "B",
-        "random stash operations on delayed streams preserve all bytes",
-        _tests("tests/gpu/test_stash_kernels.py", "-k", "random_operations or two_streams"),
-        40,
-        expected=28,
-        reason="35 s on 2026-11-27 with four more cases, less 10 s of imports",
-    ),
-    Check(
         "full_graph",
         "B",
         "replays of the full-iteration graph are bitwise equal to eager steps: with a stash, with pages on the "
@@ -239,13 +245,37 @@ CHECKS = (
         "kernels",
         "B",
         "each kernel agrees with its CPU operator in one small case: bitwise, or to one rounding if it sums",
-        _tests("tests/gpu/test_kernels_against_reference.py", "tests/gpu/test_adam_kernel.py", "-k", _any_of(CASES)),
-        40,
-        expected=25,
-        reason="2 to 5 s for each of six groups of kernels, most of it compilation",
+        _tests(
+            "tests/gpu/test_kernels_against_reference.py",
+            "tests/gpu/test_adam_kernel.py",
+            "tests/gpu/test_block_scaled.py",
+            "-k",
+            _any_of(CASES),
+        ),
+        55,
+        expected=36,
+        reason="2 to 5 s for each of six groups of kernels, most of it compilation; 11 s for eleven of 8-bit rows",
         kernels=(*ALL, "adam_kernel"),
     ),
+    Check(
+        "block_scaled",
+        "B",
+        "measures kernels of 8-bit rows, a stash of 8 bits and 8-bit products, relative to the work that they replace",
+        _check("block_scaled", "--seconds", "{seconds}"),
+        35,
+        "--small",
+        expected=19,
+        reason="13 compilations; displaced stash_late_streams, 28 s, which passed on an H200",
+    ),
     # Section: checks that run only when named, because they passed, or because each takes most of a call or more.
+    # Displaced from call B by 8-bit rows: block_scaled, and their small cases in kernels.
+    Check(
+        "stash_late_streams",
+        None,
+        "random stash operations on delayed streams preserve all bytes",
+        _tests("tests/gpu/test_stash_kernels.py", "-k", "random_operations or two_streams"),
+        40,
+    ),
     Check(
         "environment",
         None,
@@ -348,6 +378,14 @@ CHECKS = (
         "the kernels agree with the CPU operators for all sizes and dtypes",
         _tests("tests/gpu/test_kernels_against_reference.py"),
         180,
+    ),
+    Check(
+        "tests_block_scaled",
+        None,
+        "rows in 8 bits have the reference's bytes for all sizes and dtypes, products are within their bounds, and a "
+        "stash of 8 bits gives the same gradients on device and host",
+        _tests("tests/gpu/test_block_scaled.py"),
+        200,
     ),
     Check(
         "tests_step_graphs",

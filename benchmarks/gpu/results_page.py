@@ -51,7 +51,7 @@ RUN = """
 ## Run it
 
     make gpu                         # call A (480 s), then call B (170 s)
-    make gpu CALL=A                  # times of steps and kernels; CALL=B: what was open before
+    make gpu CALL=A                  # times of steps and kernels; CALL=B: what was open before, rows in 8 bits
     make gpu OUT=FOLDER              # results elsewhere; benchmarks/gpu/results_page.py FOLDER prints their page
 
 One GPU, Python >= 3.11, torch >= 2.11, Triton, NumPy, pytest, hypothesis and PyYAML are required, but no
@@ -284,7 +284,7 @@ def _target_name(run: Run, target: Mapping[str, Any]) -> str:
 
 def _numbers(run: Run | None, title: str) -> Iterator[str]:
     """Yields the rates and times of each side of a check."""
-    units = {"gb_s": "GB/s", "tflop_s": "TFLOP/s", "us": "us"}
+    units = {"gb_s": "GB/s", "tflop_s": "TFLOP/s", "us": "us", "rate_x": "x"}
     sides = run.sides if run is not None else {}
     rates = {
         name: [f"{shown(values[key])} {unit}" for key, unit in units.items() if values.get(key) is not None]

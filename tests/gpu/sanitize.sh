@@ -27,8 +27,10 @@ for tool in "$@"; do
         memcheck) tests='not 7168 and (bfloat16-7 or bfloat16-1000 or int8-1000)' ;;
         *) tests='bfloat16-1000 or int8-1000' ;;
     esac
+    # Block-scaled rows: a small case of each kernel.
+    tests="$tests or (block_scaled and (columns or stored or (bfloat16 and 1000)))"
     echo "== $tool"
-    $run --tool "$tool" "$python" -m pytest -v tests/gpu/test_kernels_against_reference.py -k "$tests" \
-        || failed="$failed $tool"
+    $run --tool "$tool" "$python" -m pytest -v tests/gpu/test_kernels_against_reference.py \
+        tests/gpu/test_block_scaled.py -k "$tests" || failed="$failed $tool"
 done
 [ -z "$failed" ] || { echo "FAILED:$failed"; exit 1; }

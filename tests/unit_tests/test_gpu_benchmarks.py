@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from benchmarks.gpu.checks import ceilings, new_kernels, paged_products, stack48, steps
+from benchmarks.gpu.checks import block_scaled, ceilings, new_kernels, paged_products, stack48, steps
 from benchmarks.gpu.checks.device_events import Span
 from benchmarks.gpu.checks.predicted import Prediction
 from benchmarks.gpu.checks.profiles import Work, rows_of, work_of_kernels
@@ -160,6 +160,26 @@ def test_sections_of_single_kernels_report_every_side(section) -> None:
 
 
 @pytest.mark.slow
+def test_each_side_of_8_bit_rows_reports_its_ratio_to_the_work_that_it_replaces() -> None:
+    status, lines = lines_of_rank(block_scaled.main, "--rounds", "4")
+    sides = merged(lines)
+    assert status == 0 and sides.keys() == block_scaled.SIDES.keys()
+    assert all(side["rate_x"] > 0 and side["us"] > 0 and side["other_us"] > 0 for side in sides.values())
+    # Encoded rows of 64 and 96 elements, and rows of bf16.
+    assert all(sides[name]["bytes"] == 96 * (80 + 112) for name in ("stash", "stash, host pages"))
+    assert sides["stash"]["other_bytes"] == 96 * 2 * (64 + 96)
+    assert all(sides[name]["arithmetic"] == "DEQUANTIZED" for name in ("forward", "grad_x"))
+
+
+def test_a_product_of_8_bit_rows_that_is_wrong_is_found() -> None:
+    def wrong(*_: object, **named: Tensor) -> Tensor:
+        return torch.zeros_like(named["out"])
+
+    with patch.object(block_scaled, "multiply", wrong), pytest.raises(AssertionError, match="forward: a distance of"):
+        block_scaled.product(block_scaled.SMALL, torch.device("cpu"), name="forward")
+
+
+@pytest.mark.slow
 def test_kernels_in_pages_are_compared_with_contiguous_ones_bit_by_bit() -> None:
     status, lines = lines_of_rank(paged_products.main, "--rounds", "4")
     line = merged(lines)["small"]
@@ -210,7 +230,8 @@ def test_expected_seconds_of_a_call_leave_room_for_the_other_sections() -> None:
 @pytest.mark.slow
 def test_importing_the_sections_does_not_use_cuda() -> None:
     names = [
-        f"benchmarks.gpu.checks.{name}" for name in ("ceilings", "paged_products", "steps", "stack48", "new_kernels")
+        f"benchmarks.gpu.checks.{name}"
+        for name in ("block_scaled", "ceilings", "paged_products", "steps", "stack48", "new_kernels")
     ]
     code = f"""
 import importlib, torch
