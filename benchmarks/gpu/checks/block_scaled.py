@@ -86,12 +86,12 @@ class Compared:
 
 
 def random(*sizes: int, device: torch.device) -> Tensor:
-    """Returns bf16 rows of random numbers."""
+    """Returns random numbers, [*sizes], bf16, on the device."""
     return torch.randn(sizes, device=device, dtype=torch.bfloat16)
 
 
 def copy_of(num_bytes: int, device: torch.device) -> Callable[[], Tensor]:
-    """Returns a copy that reads and writes this number of bytes in all."""
+    """Returns a copy that reads and writes num_bytes in all. Its result is the target, [num_bytes // 2], uint8."""
     source, target = (torch.ones(num_bytes // 2, dtype=torch.uint8, device=device) for _ in range(2))
     return lambda: target.copy_(source)
 
