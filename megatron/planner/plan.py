@@ -25,7 +25,7 @@ from megatron.core.pipeline_parallel.schedule import Action, Pipeline, stage_ord
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.paged_stash.sizing import PoolBytes, check_effect, page_size_on_gpu
+from megatron.core.transformer.moe.paged_stash.sizing import PoolBytes, check_effect, encoding_words, page_size_on_gpu
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 from megatron.core.transformer.moe_config import GPU_ROW_ALIGNMENT
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -274,7 +274,7 @@ def plan_run(
         num_microbatches=run_config.batch_sizes().final_num_microbatches,
         is_balanced=_has_dynamic_rows(run_config),
         flops_per_sample=num_floating_point_operations(run_config, 1),
-        substitutions=substitutions(transformer),
+        substitutions=(*substitutions(transformer), *encoding_words(transformer)),
     )
 
 

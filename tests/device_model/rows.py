@@ -7,7 +7,8 @@ prints the alarms of the named rows, or of all rows. --waits also prints where t
 Most rows are configurations of the capture table in docs/cuda_graphs.md, captured as whole steps ("full: ...") or as
 parts of layers ("local: ..."), or eager ("eager: ...") where a whole step cannot be captured. The others are cases of
 the gate (tools/gate/cases.py) for features that the table lacks: FSDP2, ZeRO-2, offloading, updates in backward, and
-overflows of the stash. "pages, ..." is the row of the rest of the name, with experts that compute in pages.
+overflows of the stash. "pages, ..." is the row of the rest of the name, with experts that compute in pages, and
+"8 bits, ..." with rows that are stored in 8 bits.
 """
 
 import argparse
@@ -42,6 +43,9 @@ ALSO_IN_PAGES = (
     "full: stash in a pipeline",
 )
 PAGED = "pages, "  # prefix of these rows
+# A row that also trains with a stash of 8 bits.
+IN_8_BITS, ALSO_IN_8_BITS = ["--bf16", "--moe-paged-stash-dtype", "mxfp8"], "stash: pp vpp, prefetch"
+ENCODED = "8 bits, "
 # Prefixes of the rows from the capture table.
 CAPTURED = ("full: ", "local: ", "eager: ")
 # Subjects of the gate whose cases are rows, except for cases that read files.
@@ -110,6 +114,8 @@ def all_rows() -> Mapping[str, Row]:
                 rows[case.name] = _row_of_case(case, NUM_STEPS + 1)
     for name in ALSO_IN_PAGES:
         rows[f"{PAGED}{name}"] = replace(rows[name], argv=(*IN_PAGES, *rows[name].argv))
+    encoded = rows[ALSO_IN_8_BITS]
+    rows[f"{ENCODED}{ALSO_IN_8_BITS}"] = replace(encoded, argv=(*IN_8_BITS, *encoded.argv))
     return rows
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.counts import long_count
 from tests.device_model.host import on_modelled_gpus
-from tests.device_model.rows import CAPTURED, PAGED, SUBJECTS_OF_GRAPHS, Modelled, all_rows, train
+from tests.device_model.rows import CAPTURED, ENCODED, PAGED, SUBJECTS_OF_GRAPHS, Modelled, all_rows, train
 
 ROWS = all_rows()
 # In addition to the capture table: each kind of parallelism, and each recompute level and tier of the stash. The other
@@ -81,7 +81,7 @@ ALSO_LOCAL = [
 def _is_usual(name: str) -> bool:
     form, _, configuration = name.partition(": ")
     if not name.startswith(CAPTURED):
-        return name in USUAL or name.startswith(PAGED)
+        return name in USUAL or name.startswith((PAGED, ENCODED))
     better = {"full": [], "local": ["full"], "eager": ["full", "local"]}[form]
     is_first = not any(f"{one}: {configuration}" in ROWS for one in better)
     return is_first or (form == "local" and configuration in ALSO_LOCAL)

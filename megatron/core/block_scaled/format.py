@@ -38,8 +38,8 @@ class BlockFormat:
     block: int
 
     def __post_init__(self) -> None:
-        if self.block not in BLOCKS:
-            raise ValueError(f"block ({self.block}) must be 32 (Blackwell) or 128 (Hopper)")
+        if type(self.block) is not int or self.block not in BLOCKS:
+            raise ValueError(f"block ({self.block!r}) must be 32 (Blackwell) or 128 (Hopper)")
 
     def num_scales(self, width: int) -> int:
         """Returns the number of scales of a row of `width` elements."""

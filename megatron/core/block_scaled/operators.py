@@ -48,6 +48,7 @@ def quantize_rows(x: Tensor, form: BlockFormat, *, num_rows: Tensor | None = Non
     and shapes.
     """
     _check_elements("x", x, 2)
+    _check_count(num_rows, x)
     out = _given_rows(out, form, *x.shape, device=x.device)
     ops.quantize(x, block=form.block, num_rows=num_rows, out=out)
     return out
@@ -61,6 +62,8 @@ def dequantize_rows(packed: Tensor, form: BlockFormat, *, num_rows: Tensor | Non
     _check_elements("out", out, 2)
     form.check("packed", packed, out.shape[1])
     _check_rows("packed", packed, out.shape[0])
+    _check_count(num_rows, packed)
+    _check_device("out", out, packed)
     ops.dequantize(packed, block=form.block, num_rows=num_rows, out=out)
     return out
 
@@ -75,6 +78,7 @@ def quantize_columns(
     zeros in a block with live rows. Raises ValueError for other dtypes and shapes.
     """
     form.check("packed", packed, width)
+    _check_count(num_rows, packed)
     out = _given_rows(out, form, width, packed.shape[0], device=packed.device)
     ops.quantize_columns(packed, block=form.block, num_rows=num_rows, out=out)
     return out
@@ -114,6 +118,7 @@ def activate_and_quantize(
         raise ValueError(f"gate_up has a width of {gate_up.shape[1]}: must be even, gate before up")
     if scale is not None and (scale.shape != gate_up.shape[:1] or not scale.is_contiguous()):
         raise ValueError(f"scale has shape {list(scale.shape)}: must be [{gate_up.shape[0]}], one number for each row")
+    _check_count(num_rows, gate_up)
     out = _given_rows(out, form, gate_up.shape[0], activation.width(gate_up), device=gate_up.device)
     ops.gated_activation_quantize(gate_up, scale, block=form.block, num_rows=num_rows, out=out, **activation.arguments)
     return out
@@ -164,6 +169,8 @@ def _given_rows(out: Tensor | None, form: BlockFormat, *shape: int, device: torc
     if out is None:
         return form.empty_rows(*shape, device=device)
     form.check("out", out, shape[-1])
+    if device is not None and out.device != device:
+        raise ValueError(f"out is on {out.device}: must be on {device}")
     if out.shape[:-1] != shape[:-1]:
         raise ValueError(f"out has shape {list(out.shape)}: must be {[*shape[:-1], form.row_bytes(shape[-1])]}")
     return out
@@ -181,6 +188,19 @@ def _check_elements(name: str, x: Tensor, dims: int) -> None:
 def _check_dtype(name: str, x: Tensor) -> None:
     if x.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"{name} has dtype {x.dtype}: must be bf16 or fp32")
+
+
+def _check_device(name: str, one: Tensor, other: Tensor) -> None:
+    if one.device != other.device:
+        raise ValueError(f"{name} is on {one.device}: must be on {other.device}")
+
+
+def _check_count(num_rows: Tensor | None, rows: Tensor) -> None:
+    if num_rows is None:
+        return
+    if num_rows.shape != (1,) or num_rows.dtype is not torch.int64 or num_rows.device != rows.device:
+        found = f"{list(num_rows.shape)}, {num_rows.dtype}, on {num_rows.device}"
+        raise ValueError(f"num_rows ({found}) must be [1], torch.int64, on {rows.device}")
 
 
 def _check_rows(name: str, packed: Tensor, rows: int) -> None:

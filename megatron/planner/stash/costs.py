@@ -240,7 +240,7 @@ def verdict(
         f"for backward at the peak, {min(sets, worst.waiting_groups)} of them still in whole buffers; "
         f"{worst.tail_share:.1%} of the pages' bytes are tails"
     )
-    figures += encoding_words(plan.flags)
+    figures = "; ".join((figures, *encoding_words(plan.flags)))
     if saving > 0:
         return True, [
             f"stashing pays: it saves {saving:.0%} of the experts' activations on the device; {worst.words}",

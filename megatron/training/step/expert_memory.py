@@ -49,6 +49,7 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     StepNeeds,
     capacity_factor,
     check_effect,
+    check_encoding,
     expected_share,
     expert_specs,
     gain_line,
@@ -248,6 +249,8 @@ class ExpertMemory:
             self._dispatchers.append(layer.token_dispatcher)
         # Live rows of a balanced forward; 0 on a stage without experts, which has no buffers.
         self._balanced_rows = self._dispatchers[0].budget.balanced_live_rows(tokens_per_rank) if layers else 0
+        with flags_named_in_errors():
+            check_encoding(config)
         row_bytes = sum(spec.row_bytes for spec in expert_specs(config, rows=0))
         self._learned = LearnedSizes(expert_ranks=expert_ranks, row_bytes=row_bytes)
         # Largest number of rows of a forward, relative to balanced routing: in each recent step, in the discarded

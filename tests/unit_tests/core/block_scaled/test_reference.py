@@ -341,6 +341,17 @@ ROWS = F32.empty_rows(4, 64)
         (lambda: quantize_rows(torch.zeros(4, 64, dtype=torch.float16), F32), "x has dtype torch.float16"),
         (lambda: quantize_rows(torch.zeros(64, 4).t(), F32), "x has shape .* adjacent columns"),
         (lambda: quantize_rows(torch.zeros(64), F32), "must have 2 dimensions"),
+        (
+            lambda: quantize_rows(torch.zeros(3, 64), F32, num_rows=torch.tensor([3, 4])),
+            "num_rows .* must be .1., torch",
+        ),
+        (
+            lambda: dequantize_rows(ROWS, F32, num_rows=torch.tensor([2.0]), out=torch.zeros(4, 64)),
+            "num_rows .* must be",
+        ),
+        (lambda: quantize_columns(ROWS, F32, width=64, num_rows=torch.tensor(2)), "num_rows .* must be"),
+        (lambda: quantize_rows(torch.zeros(3, 64), F32, out=ROWS[:3].to("meta")), "out is on meta: must be on cpu"),
+        (lambda: BlockFormat(32.0), "block .32.0. must be 32"),  # type: ignore[arg-type]
         (lambda: quantize_rows(torch.zeros(4, 65), F32, out=ROWS[:, :64]), "packed rows of 65 elements .* 80 bytes"),
         (lambda: quantize_rows(torch.zeros(3, 64), F32, out=ROWS), r"out has shape \[4, 80\]: must be \[3, 80\]"),
         (lambda: quantize_rows(torch.zeros(4, 64), F32, out=ROWS.int()), "out has dtype torch.int32"),

@@ -93,7 +93,7 @@ class Footprint:
 
     static_bytes: without a stash, whole buffers of max_rows rows of all groups, also of resident ones. With a stash:
     arena_bytes, the device tier, plus working_set_bytes, the whole buffers of the running group, which may be a
-    resident one, and of the prefetched groups, or the scratch.
+    resident one, and of the prefetched groups, and their encoded rows; or the scratch.
     """
 
     static_bytes: int
@@ -113,17 +113,20 @@ def footprint(
     layout: PoolLayout,
     prefetch_groups: int,
     scratch_sets: int = 0,
+    encoded_bytes: int = 0,
 ) -> Footprint:
     """Returns the footprint of a step. max_bytes: bytes of a group's whole buffers.
 
     scratch_sets: the sets of scratch pages if groups compute in pages. They are then the only whole buffers. Copied
-    groups have scratch_sets 0, and whole buffers of the running group and of prefetch_groups others.
+    groups have scratch_sets 0, and whole buffers of the running group and of prefetch_groups others. encoded_bytes: of
+    the largest group whose rows are encoded. Such rows pass through memory of their own, beside each whole buffer.
     """
     sizes = {group: max_bytes(group) for group in {event.group for event in events}}
     peak_bytes = peak_pages(events, lambda group: PagesByPriority(sizes[group]))  # the same sums, in bytes
     largest = sorted(sizes.values(), reverse=True)
     whole = largest[:1] * scratch_sets if scratch_sets else largest[: 1 + prefetch_groups]
-    return Footprint(peak_bytes, layout.device_pages * layout.page_bytes, sum(whole))
+    working_set_bytes = sum(whole) + encoded_bytes * len(whole)
+    return Footprint(peak_bytes, layout.device_pages * layout.page_bytes, working_set_bytes)
 
 
 def reserve_table(events: Sequence[StashEvent], pages: PagesOf, *, at_least: PagesOf | None = None) -> list[ReserveRow]:

@@ -55,7 +55,9 @@ class StashGroup:
     group: owner of the saved tensors, passed on to each SavedTensor and not read here. It is None if the context is
     inactive; `mark` then has no effect. takes_rows: whether row tensors will be stashed; if not, they are saved like
     other tensors. hooks: saved-tensor hooks around the context. has_rungs: whether tensors that can be recomputed are
-    dropped if pages run out. takes: rule that decides which tensors contain rows.
+    dropped if pages run out. takes: rule that decides which tensors contain rows. encodes: whether declared rows of
+    bf16 are stored in 8 bits. Others remain exact, because the backward of many functions fails for rounded values: a
+    maximum is compared with its input, and a logarithm divides by it.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class StashGroup:
         takes_rows: bool = True,
         has_rungs: bool = True,
         takes: RowTensors = RowTensors.GUESSED,
+        encodes: bool = False,
     ) -> None:
+        self._encodes = encodes
         self._device, self._max_rows, self._group, self._hooks = device, max_rows, group, hooks
         self._takes_rows, self._has_rungs, self._takes = takes_rows, has_rungs, takes
         self._with_rows: list[SavedTensor] = []
@@ -181,7 +185,7 @@ class StashGroup:
                 "must be on the device of the experts"
             )
         if self._takes is RowTensors.DECLARED:
-            return blocks_of(self._with_rows, self._marks)
+            return self._merged()
         self._refuse_unclear()
         if not self._with_rows:
             shapes = sorted({tuple(saved.shape) for saved in self._others if saved.may_have_rows})
@@ -190,7 +194,14 @@ class StashGroup:
                     f"max_rows is {self._max_rows}, but none of the tensors that autograd saved on {self._device} has "
                     f"this size as its outermost dimension in memory; their shapes are {shapes}"
                 )
-        return blocks_of(self._with_rows, self._marks)
+        return self._merged()
+
+    def _merged(self) -> list["Block"]:
+        blocks = blocks_of(self._with_rows, self._marks)
+        for block in blocks if self._encodes else ():
+            if storage_id(block.storage) in self._declared:
+                block.encode_if_smaller()
+        return blocks
 
     def forget(self) -> None:
         """Drops all saved tensors, even if autograd still references them. Backward through them then raises."""

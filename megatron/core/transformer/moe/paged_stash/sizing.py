@@ -495,12 +495,14 @@ def rounded_up(factor: float, *, decimals: int = 2) -> float:
 def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayout) -> Footprint:
     """Returns the peak device memory of tensors saved for backward, without and with a pool of this layout."""
     one_group = buffer_row_bytes(config) * needs.max_rows
+    is_encoded = config.moe_paged_stash_dtype is not None
     return footprint(
         needs.events,
         lambda group: one_group,
         layout=layout,
         prefetch_groups=prefetch_groups(config),
         scratch_sets=scratch_sets(config),
+        encoded_bytes=sum(spec.max_bytes for spec in needs.specs) if is_encoded else 0,
     )
 
 
@@ -518,19 +520,31 @@ def gain_line(own: Footprint, layout: PoolLayout, *, config: StashSettings) -> s
         )
     return (
         f"paged stash: {_mib(own.arena_bytes)} of pages + {_mib(own.working_set_bytes)} of buffers instead of "
-        f"{_mib(own.static_bytes)} on the device ({', '.join(tiers)}): {outcome}{encoding_words(config)}"
+        f"{_mib(own.static_bytes)} on the device ({', '.join(tiers)}): " + "; ".join((outcome, *encoding_words(config)))
     )
 
 
-def encoding_words(config: StashSettings) -> str:
-    """Returns a clause that says how rows are stored in 8 bits; empty if they are stored as they are."""
+def encoding_words(config: StashSettings) -> tuple[str, ...]:
+    """Returns a clause that says that rows are stored in 8 bits, or nothing if they are stored as they are."""
     if config.moe_paged_stash_dtype is None:
-        return ""
+        return ()
     stored, whole = sum(spec.row_bytes for spec in expert_specs(config, rows=0)), buffer_row_bytes(config)
     return (
-        f"; moe_paged_stash_dtype {config.moe_paged_stash_dtype} is lossy: backward reads rows that were stored in 8 "
-        f"bits, {stored:,} instead of {whole:,} bytes of each"
+        f"moe_paged_stash_dtype {config.moe_paged_stash_dtype} is lossy: backward reads rows that were stored in 8 "
+        f"bits, {stored:,} instead of {whole:,} bytes of each",
     )
+
+
+def check_encoding(config: StashSettings) -> None:
+    """Raises ValueError if rows are to be stored in 8 bits, and no row would be smaller."""
+    if config.moe_paged_stash_dtype is None:
+        return
+    if sum(spec.row_bytes for spec in expert_specs(config, rows=0)) == buffer_row_bytes(config):
+        raise ValueError(
+            f"moe_paged_stash_dtype is {config.moe_paged_stash_dtype!r} but has no effect: with hidden_size "
+            f"{config.hidden_size} and moe_ffn_hidden_size {config.moe_ffn_hidden_size} no row becomes smaller, since "
+            "stored rows are multiples of 16 bytes; omit it"
+        )
 
 
 def _mib(num_bytes: int) -> str:

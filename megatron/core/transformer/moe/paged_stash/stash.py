@@ -173,8 +173,8 @@ class PagedStash:
         the first step. streams: the streams of the stash that this stash replaces, on the pool's device; None creates
         new streams. computes_in_pages: whether groups that `place` their tensors compute in pages; requires a pool with
         scratch. dtype: "mxfp8" stores rows of bf16 in 8 bits, about half as many bytes, from which backward computes
-        other gradients than from the rows themselves; there are no recompute levels then. See [Note: compressed stash]
-        in row_encoding.py.
+        other gradients than from the rows themselves; there are no recompute levels then. Contexts encode rows that
+        their module declares. See [Note: compressed stash] in row_encoding.py.
         Raises ValueError for invalid arguments.
         """
         check_stash_dtype(dtype)
@@ -214,6 +214,7 @@ class PagedStash:
         self._num_forwards = 0  # so far in this step
         self._groups: weakref.WeakValueDictionary[GroupKey, GroupMemory] = weakref.WeakValueDictionary()
         self._max_bytes: dict[GroupKey, int] = {}  # size of the buffers that hold a group's rows
+        self._encoded_bytes = 0  # of the largest group
         self._part: CapturedPart | None = None  # part whose forward or backward is being captured
         self._is_enabled = True
         self._is_spoiled = False  # whether an exception ended a context of this step
@@ -287,12 +288,13 @@ class PagedStash:
             takes_rows=self._takes_rows(group),
             has_rungs=self.has_rungs,
             takes=takes,
+            encodes=self.dtype is not None,
         )
         try:
             with torch.autograd.graph.saved_tensors_hooks(recording.pack, self._unpack):
                 yield recording
             if recording.has_saved:
-                stored = StoredRows.of(self._encoded(recording.blocks())) if self._takes_rows(group) else NOTHING
+                stored = StoredRows.of(recording.blocks()) if self._takes_rows(group) else NOTHING
                 self._commit(group, stored, num_rows=num_rows, max_rows=max_rows)
         finally:
             if group.phase is Phase.RECORDING and recording.has_saved:
@@ -353,6 +355,7 @@ class PagedStash:
             layout=self.pool.layout,
             prefetch_groups=self._prefetch_groups,
             scratch_sets=self.pool.scratch_sets if self.computes_in_pages else 0,
+            encoded_bytes=self._encoded_bytes,
         )
 
     @property
@@ -498,13 +501,6 @@ class PagedStash:
         """Returns whether rows of a group are stored, or, if its backward follows, are at least encoded."""
         return group.phase is Phase.RECORDING or self.dtype is not None
 
-    def _encoded(self, blocks: list[Block], *dtypes: torch.dtype) -> list[Block]:
-        """Returns the blocks, which store their rows in 8 bits where they can, if this stash does. dtypes: of each."""
-        if self.dtype is not None:
-            for block, own in zip(blocks, dtypes or [None] * len(blocks), strict=True):
-                block.encode_if_smaller(*([] if own is None else [own]))
-        return blocks
-
     def _spoil(self) -> None:
         """Records that an exception ended a forward, so that the order of this step is not learned."""
         self._is_spoiled = self._is_spoiled or self._part is None
@@ -640,6 +636,8 @@ class PagedStash:
             return
         self._reserve.learn(group, specs, max_rows=max_rows)
         self._max_bytes[group] = max_bytes
+        if self.dtype is not None:
+            self._encoded_bytes = max(self._encoded_bytes, sum(spec.max_bytes for spec in specs))
 
     def _reserve_of(self, event: StashEvent) -> Tensor | None:
         """Returns the pages that this forward's plan must leave free: [3], int64, on the device, or None."""
@@ -795,7 +793,9 @@ class StashedRows:
                 )
         self._is_saved = True
         if stash._takes_rows(group):
-            blocks = stash._encoded([Block.whole(tensor) for tensor in tensors], *(one.dtype for one in tensors))
+            blocks = [Block.whole(tensor) for tensor in tensors]
+            for block, tensor in zip(blocks, tensors) if stash.dtype is not None else ():
+                block.encode_if_smaller(tensor.dtype)
             specs = [block.spec for block in blocks]
             recomputations, last = [], len(inputs)
             if recompute is not None and stash.dtype is None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -120,6 +121,72 @@ def test_contexts_of_other_modules_encode_what_they_save(pool: str) -> None:
         expert_models.assert_same(expert_models.gradients(model(stash.context), BF16), expected)
         stash.reset()
     assert not all(map(torch.equal, exact, expected)), "it is lossy"
+
+
+def test_a_context_stores_undeclared_rows_as_they_are() -> None:
+    # The backward of a maximum looks for elements that equal it, and that of a logarithm divides.
+    rows = torch.randn(12, 96).mul(50).to(BF16).requires_grad_()
+
+    def loss(context: Any) -> Tensor:
+        whole = rows * 1
+        with context:
+            return (whole * whole.amax(1, keepdim=True) + whole.abs().add(1e-3).log()).float().sum()
+
+    exact = torch.autograd.grad(loss(nullcontext()), rows)[0]
+    stash = make_stash()
+    (found,) = torch.autograd.grad(loss(stash.context("layer", 12, max_rows=12)), rows)
+    assert torch.equal(found, exact)
+
+
+@pytest.mark.parametrize("first_row, columns", [(0, slice(0, 96)), (3, slice(0, 96)), (2, slice(24, 90))])
+def test_rows_anywhere_in_their_storage_are_encoded_and_replaced(first_row: int, columns: slice) -> None:
+    # Neighbouring blocks of 32 differ so much that a common scale would lose the smaller one. NaN follows the last row.
+    powers = torch.arange(96).div(32, rounding_mode="floor").mul(-15.0).exp2()
+    memory = torch.randn(20, 96).mul(powers).to(BF16)
+    memory[first_row + 9 :] = torch.nan
+    part = memory[first_row : first_row + 12, columns]
+    expected = round_trip(part[:9].contiguous())
+    weight = torch.ones((), requires_grad=True)
+    stash = make_stash()
+    with stash.context("layer", 9, max_rows=12) as group:
+        group.rows(memory)
+        product = weight * part
+    occupied = stash.pool.occupancy_sync().counters[Counter.LIVE_BYTES]
+    assert occupied == 9 * FORM.row_bytes(part.shape[1])
+    memory.zero_()  # rows are encoded when the context ends
+    grad = torch.ones_like(product)
+    grad[9:] = 0
+    saved = next(node for node in [product.grad_fn] if node is not None)._saved_other  # type: ignore[attr-defined]
+    assert torch.equal(saved[:9], expected) and saved.stride() == part.stride()
+    whole = stash.footprint()
+    stash.reset()
+    assert stash.footprint().static_bytes == 12 * part.shape[1] * 2 and whole.static_bytes == 0
+
+
+def test_other_dtypes_in_the_same_memory_and_rows_of_several_tokens_are_stored_as_they_are() -> None:
+    weight, stash = torch.ones((), requires_grad=True), make_stash()
+    memory = torch.randn(12, 48)
+    halves = memory.view(BF16)
+    scales = torch.randn(3, 96).to(BF16)
+    with stash.context("layer", 12, max_rows=12) as group:
+        group.rows(memory)
+        group.mark(scales, tokens_per_row=4)
+        outputs = weight * memory[:, :24], weight.to(BF16) * halves[:, 48:], weight.to(BF16) * scales
+    assert stash.pool.occupancy_sync().counters[Counter.LIVE_BYTES] == 12 * 192 + 3 * 192
+    del outputs
+    stash.reset()
+
+
+@pytest.mark.usefixtures("wide")
+def test_a_footprint_counts_buffers_of_whole_rows_and_those_of_encoded_ones() -> None:
+    cases, stash = made_cases(), make_stash()
+    outputs = [run(case, stash, f"layer {number}") for number, case in enumerate(cases)]
+    for number in reversed(range(3)):
+        cases[number].live_grads(outputs[number])
+    stash.reset()
+    whole, encoded = CAPACITY * (80 + 96 + 4), CAPACITY * (48 + 64 + 4)
+    found = stash.footprint()
+    assert (found.static_bytes, found.working_set_bytes) == (3 * whole, 2 * (whole + encoded))
 
 
 @pytest.mark.parametrize("columns, stored", [
