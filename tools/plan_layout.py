@@ -17,6 +17,7 @@ from typing import Any
 if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from megatron.core.transformer.moe.paged_stash.sizing import encoding_words
 from megatron.core.transformer.paged_stash_config import parse_bytes
 from megatron.planner.layout_search import Advice, Found, LayoutCosts, search
 from megatron.planner.layout_space import Request, read_request
@@ -138,6 +139,8 @@ def _print_head(found: Found, request: Request, *, device: Device, memory: int, 
         f"{bytes_in_words(memory - kept)} per rank; {bytes_in_words(kept)} are kept free for {_NOT_COUNTED}"
     )
     print(f"a step: {run_config.training.global_batch_size} x {run_config.data.seq_length} tokens")
+    for words in encoding_words(run_config.transformer):
+        _print_wrapped(words)
     if request.assumed:
         _print_wrapped(f"assumed: {' '.join(request.assumed)}")
 

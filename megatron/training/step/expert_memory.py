@@ -291,8 +291,8 @@ class ExpertMemory:
         own = "no expert group is stashed here"
         if self.stash is not None:
             layout = self.stash.pool.layout
-            with flags_named_in_errors():
-                own = gain_line(stash_footprint(self._config, self.needs, layout=layout), layout, config=self._config)
+            footprint = stash_footprint(self._config, self.needs, layout=layout)
+            own = gain_line(footprint, layout, config=self._config)
         stages = gather_objects((self.needs.events, own), pp_group)
         with flags_named_in_errors():
             check_effect(events for events, _ in stages)
