@@ -65,6 +65,7 @@ class GroupMemory:
         event: the group's forward. generation: number of resets of the stash before this forward.
         """
         self.event, self.generation = event, generation
+        self.key = event.group
         self.phase = Phase.RECORDING
         self.pages: GroupPages | None = None
         self.has_backward_begun = False
@@ -88,8 +89,8 @@ class GroupPages:
 
     stashed: event at the end of the copy into pages. arrived: event after the copy back and, unless kernels compute in
     the pages, their release. targets: memory that the copy back writes to, or, for encoded rows, that they are decoded
-    into. encoded: memory that the copy back of encoded rows writes to. num_rows: [1], int64, of a group with encoded
-    rows. computed: whether kernels compute the group's tensors in the pages.
+    into. encoded: memory that the copy back of encoded rows writes to. num_rows: [1], int64, of a group with
+    encoded rows. computed: whether kernels compute the group's tensors in the pages.
     """
 
     group: PageGroup
@@ -98,7 +99,7 @@ class GroupPages:
     stashed: torch.Event | None = None
     arrived: torch.Event | None = None
     targets: list[Tensor] = field(default_factory=list)
-    encoded: list[Tensor] = field(default_factory=list)
+    encoded: Sequence[Tensor] = ()
     num_rows: Tensor | None = None
     computed: bool = False
 
@@ -123,7 +124,7 @@ class RestoredBlock:
 
 
 class Place(NamedTuple):
-    """Position of a block's rows in the restored memory: num_bytes bytes that start at byte `lead`.
+    """Position of a block's rows in the restored memory: bytes `lead` to `end`.
 
     The restored memory replaces the original storage from first_byte on. pitch: bytes from one row to the next.
     encoded_width: as in Block.
@@ -131,7 +132,7 @@ class Place(NamedTuple):
 
     first_byte: int
     lead: int
-    num_bytes: int
+    end: int
     pitch: int
     encoded_width: int
 
@@ -139,12 +140,8 @@ class Place(NamedTuple):
     def of(block: Block) -> "Place":
         """Returns the place of a block, with the original's alignment."""
         first_byte = block.start // RESTORE_ALIGNMENT * RESTORE_ALIGNMENT
-        return Place(first_byte, block.start - first_byte, block.num_bytes, block.pitch, block.encoded_width)
-
-    @property
-    def end(self) -> int:
-        """Bytes of restored memory."""
-        return self.lead + self.num_bytes
+        lead = block.start - first_byte
+        return Place(first_byte, lead, lead + block.num_bytes, block.pitch, block.encoded_width)
 
     def rows_in(self, memory: Tensor) -> Tensor:
         """Returns the rows to decode into: [C, W], bf16, a view of restored memory, [N], uint8."""
@@ -281,8 +278,10 @@ class PageKeeper:
             # From here on, also after an exception, the pages are released when the group is collected.
             group.let_go = partial(self._let_go, pages)
         # Encoded on the main stream, which may then write to the originals.
-        sources = [self._source(block, num_rows) for block in rows.blocks]
-        pages.num_rows = num_rows if any(block.encoded_width for block in rows.blocks) else None
+        sources = [
+            self._encoded(block, num_rows) if block.encoded_width else block.bytes_of_rows(self.pool.device)
+            for block in rows.blocks
+        ]
         try:
             with self._stash_stream.behind_main(*pages.group.waits):
                 self.pool.plan(pages.group, num_rows, reserve=reserve)
@@ -308,7 +307,10 @@ class PageKeeper:
             group.places.append(place)
             if (block.saved or block.mark is not None) and not block.encoded_width:
                 reading.versions.append((memory, _versions_of(block)))
-            _replace_saved(block, memory)
+            if block.saved:
+                _replace_saved(block, memory)
+            if block.encoded_width:
+                pages.num_rows = num_rows
         return memories
 
     @torch.compiler.disable  # as stash
@@ -323,7 +325,7 @@ class PageKeeper:
                 place = Place.of(block)
                 memory = RestoredBlock(place.first_byte)
                 memory.restored = self.pool.restored.take(place.end)
-                decode(self._source(block, num_rows), num_rows, out=place.rows_in(memory.restored))
+                decode(self._encoded(block, num_rows), num_rows, out=place.rows_in(memory.restored))
                 _replace_saved(block, memory)
             else:
                 memory = RestoredBlock(0)
@@ -331,10 +333,8 @@ class PageKeeper:
             memories.append(memory)
         return memories
 
-    def _source(self, block: Block, num_rows: Tensor) -> Tensor:
-        """Returns the bytes of a block that are copied into pages: [n], uint8. num_rows: [1], int64."""
-        if not block.encoded_width:
-            return block.bytes_of_rows(self.pool.device)
+    def _encoded(self, block: Block, num_rows: Tensor) -> Tensor:
+        """Encodes the live rows of a block. num_rows: [1], int64. Returns [n], uint8."""
         size, stride = (block.num_rows, block.encoded_width), (block.pitch // 2, 1)
         rows = torch.empty(0, dtype=torch.bfloat16, device=self.pool.device)
         return encode(rows.set_(block.storage, block.start // 2, size, stride), num_rows)
@@ -507,10 +507,10 @@ class PageKeeper:
         pages.targets, pages.encoded = targets, rows
         with self._restore_stream.behind_main(pages.stashed):
             self.pool.restore(pages.group, rows, num_programs=0 if is_awaited else self._num_programs)
-            for encoded, (target, place, tensor) in zip(rows, placed, strict=True):
-                if place.encoded_width:
-                    assert pages.num_rows is not None, "kept for encoded rows"
-                    decode(encoded[: tensor.spec.max_bytes], pages.num_rows, out=place.rows_in(target))
+            if pages.num_rows is not None:
+                for encoded, (target, place, tensor) in zip(rows, placed, strict=True):
+                    if place.encoded_width:
+                        decode(encoded[: tensor.spec.max_bytes], pages.num_rows, out=place.rows_in(target))
             # Set before the release, so that after an interruption in between nothing is copied from the pages twice.
             group.phase = Phase.RESTORING
             self._give_back(pages)
@@ -535,7 +535,7 @@ class PageKeeper:
             if alive is not None:
                 alive.restored = target
         group.ready = record_main(self.pool.device)
-        group.recomputations, pages.targets, pages.encoded, group.phase = [], [], [], Phase.READY
+        group.recomputations, pages.targets, pages.encoded, group.phase = [], [], (), Phase.READY
         # Kernels of the main stream read the flags. The records must not be reused before these kernels are done.
         self.pool.close_group(pages.group, after=group.ready)
         group.let_go = None

@@ -591,11 +591,15 @@ class Block:
         return Priority.INPUT if self.mark is None else self.mark.priority
 
     @property
+    def stored_bytes(self) -> int:
+        """Number of bytes of a row in pages."""
+        return encoded_bytes(self.encoded_width) if self.encoded_width else self.end - self.start
+
+    @property
     def spec(self) -> TensorSpec:
         """TensorSpec that describes the block to the pool, a new one in each call."""
         if self.encoded_width:
-            row_bytes = encoded_bytes(self.encoded_width)
-            return TensorSpec(row_bytes, row_bytes, self.num_rows, self.priority)
+            return TensorSpec(self.stored_bytes, self.stored_bytes, self.num_rows, self.priority)
         tokens_per_row = 1 if self.mark is None else self.mark.tokens_per_row
         return TensorSpec(self.end - self.start, self.pitch, self.num_rows, self.priority, tokens_per_row)
 

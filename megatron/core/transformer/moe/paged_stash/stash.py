@@ -98,14 +98,14 @@ _SETTLED = (Phase.KEPT, Phase.READY)
 class CapturedGroup:
     """Expert group in a captured part.
 
-    specs: empty for a group that is not stashed. max_bytes: bytes of the buffers that hold its rows. kept: objects that
-    must live as long as the CUDA graphs.
+    specs: empty for a group that is not stashed. max_bytes: bytes of the buffers that hold its rows; None for those of
+    the specs, which encoded rows do not have. kept: objects that must live as long as the CUDA graphs.
     """
 
     name: str
     specs: Sequence[TensorSpec] = ()
     max_rows: int = 0
-    max_bytes: int = 0
+    max_bytes: int | None = None
     kept: tuple[Any, ...] = ()
 
 
@@ -535,7 +535,7 @@ class PagedStash:
             count = num_rows if isinstance(num_rows, Tensor) and not may_change else None
             is_kept = group.phase is Phase.KEPT or not stored.blocks
             specs = [] if is_kept else stored.specs
-            max_bytes = 0 if is_kept else sum(block.max_bytes for block in stored.blocks)
+            max_bytes = None if self.dtype is None else sum(block.max_bytes for block in stored.blocks)
             self._enter(group, specs, max_rows=max_rows, max_bytes=max_bytes)
             if not is_kept:
                 memories = self._keeper.stash(
@@ -562,7 +562,7 @@ class PagedStash:
     ) -> list[PagedRows]:
         """Allocates pages in which a group's forward computes its tensors; `_placed` ends that forward."""
         with self._keeper:
-            self._enter(group, specs, max_rows=max_rows, max_bytes=sum(spec.max_bytes for spec in specs))
+            self._enter(group, specs, max_rows=max_rows)
             if self._prefetches_from_host and self._part is None:
                 # Backwards that follow each other use different sets.
                 group.scratch_set = self.order.backward_index(group.event) % self.pool.scratch_sets
@@ -585,11 +585,12 @@ class PagedStash:
                 self._keeper.rest_in_scratch(group)
             else:
                 self._keeper.spill(group, num_rows=num_rows)
-            max_bytes = sum(spec.max_bytes for spec in specs)
-            self._leave(group, specs, kept=(kept,), max_rows=max_rows, max_bytes=max_bytes)
+            self._leave(group, specs, kept=(kept,), max_rows=max_rows)
 
-    def _enter(self, group: GroupMemory, specs: Sequence[TensorSpec], *, max_rows: int, max_bytes: int) -> None:
-        """Records the sizes of a group before it receives pages."""
+    def _enter(
+        self, group: GroupMemory, specs: Sequence[TensorSpec], *, max_rows: int, max_bytes: int | None = None
+    ) -> None:
+        """Records the sizes of a group before it receives pages. max_bytes: as in CapturedGroup."""
         part = self._part
         if part is None and group.phase is Phase.RECORDING:
             self._learn(group.event, specs, max_rows=max_rows, max_bytes=max_bytes)
@@ -609,12 +610,12 @@ class PagedStash:
         *,
         kept: tuple[Any, ...],
         max_rows: int,
-        max_bytes: int,
+        max_bytes: int | None = None,
     ) -> None:
         """Adds a forward to the step, or to the captured part, which keeps `kept` alive."""
         if self._part is None:
             self.order.observe(group.event)
-            self._groups[group.event.group] = group
+            self._groups[group.key] = group
         else:
             kept = () if group.pages is None else (group.pages, *kept)
             self._part.group = CapturedGroup(group.event.name, specs, max_rows, max_bytes, kept)
@@ -628,14 +629,14 @@ class PagedStash:
             self._instances[name] += 1
         self._num_forwards += 1
 
-    def _learn(self, event: StashEvent, specs: Sequence[TensorSpec], *, max_rows: int, max_bytes: int) -> None:
+    def _learn(self, event: StashEvent, specs: Sequence[TensorSpec], *, max_rows: int, max_bytes: int | None) -> None:
         if self._num_forwards > _MAX_FORWARDS:
             return
         group = event.group
         if group in self._max_bytes and self._reserve.knows(group, specs, max_rows=max_rows):
             return
         self._reserve.learn(group, specs, max_rows=max_rows)
-        self._max_bytes[group] = max_bytes
+        self._max_bytes[group] = sum(spec.max_bytes for spec in specs) if max_bytes is None else max_bytes
         if self.dtype is not None:
             self._encoded_bytes = max(self._encoded_bytes, sum(spec.max_bytes for spec in specs))
 
@@ -667,7 +668,7 @@ class PagedStash:
                 raise _lost(group)
             following = None
             if self._begin_backward(group) and self._prefetches_from_host and self._part is None:
-                event = self.order.adjacent_backward(StashEvent(EventKind.BACKWARD, *group.event.group))
+                event = self.order.adjacent_backward(StashEvent(EventKind.BACKWARD, *group.key))
                 following = None if event is None else self._groups.get(event.group)
             if group.phase is Phase.KEPT:
                 self._keeper.read_in_scratch(group)
@@ -692,7 +693,7 @@ class PagedStash:
         if is_first:
             self._keeper.join()  # as in _open: backward writes to memory that autograd released
             if self._part is None:
-                self.order.observe(StashEvent(EventKind.BACKWARD, *group.event.group))
+                self.order.observe(StashEvent(EventKind.BACKWARD, *group.key))
         return is_first
 
     def _reach(self, group: GroupMemory) -> None:
@@ -703,7 +704,7 @@ class PagedStash:
         if is_first and self._part is None:
             # Launched before the main stream waits and recomputes dropped tensors, because these copies depend on
             # neither.
-            backward = StashEvent(EventKind.BACKWARD, *group.event.group)
+            backward = StashEvent(EventKind.BACKWARD, *group.key)
             self._prefetch(self.order.upcoming_backwards(backward, self._prefetch_groups))
         if group.phase is Phase.RESTORING:
             self._keeper.finish_restore(group)
@@ -792,11 +793,14 @@ class StashedRows:
                     f"contiguous, with offset 0 and max_rows ({self._max_rows}) rows"
                 )
         self._is_saved = True
-        if stash._takes_rows(group):
+        if group.phase is Phase.RECORDING or stash.dtype is not None:
             blocks = [Block.whole(tensor) for tensor in tensors]
             for block, tensor in zip(blocks, tensors) if stash.dtype is not None else ():
                 block.encode_if_smaller(tensor.dtype)
-            specs = [block.spec for block in blocks]
+            # Most stashes encode nothing, and then spare the host a call for each block.
+            specs = [
+                row_spec(block.stored_bytes if block.encoded_width else block.end, self._max_rows) for block in blocks
+            ]
             recomputations, last = [], len(inputs)
             if recompute is not None and stash.dtype is None:
                 if not 0 < num_sources <= last:
