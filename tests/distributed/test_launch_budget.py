@@ -208,7 +208,7 @@ BUDGETS = {
             "checks": (17, 5),
             "optimizer": (21, 0),
             "router": (12, 8),
-            "stash": (14, 3),
+            "stash": (13, 3),
             "gradient buffers": (3, 15),
             "report": (18, 0),
             "demand": (12, 0),

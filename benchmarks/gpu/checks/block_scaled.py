@@ -14,7 +14,7 @@ above 1. gb_s counts bytes read and written, `bytes` is their number in 8 bits a
 work; for the stash both are the bytes in pages. `arithmetic` names how products multiply (see triton_products.py).
 There is no target.
 
-Expected seconds on an H200: 19. The CUDA context 4, Triton compiles 13 kernels in about 1 s each, and rounds take 1.
+Expected seconds on an H200: 19, of which the CUDA context takes 4 and 13 Triton kernels compile in about 1 s each.
 """
 
 import argparse
@@ -187,8 +187,8 @@ def product(shape: Shape, device: torch.device, *, name: str) -> Compared:
         options: dict[str, Any] = {"width": 2 * shape.ffn, "is_transposed": is_transposed, "out": out}
         return multiply(packed, weight, HOPPER, offsets=operands.offsets, **options)
 
-    exact = other().float()
-    distance = ((ours().float() - exact).norm() / exact.norm()).item()
+    reference = other().float()
+    distance = ((ours().float() - reference).norm() / reference.norm()).item()
     assert distance <= ERROR, f"{name}: a distance of {distance:.3f} from torch's result, must be at most {ERROR}"
     arithmetic = triton_products.arithmetic_of(device, HOPPER.block).name
     flops = 2 * shape.rows * shape.hidden * 2 * shape.ffn

@@ -47,7 +47,7 @@ def quantize_rows(x: Tensor, form: BlockFormat, *, num_rows: Tensor | None = Non
     out: memory for the result, such as rows of a larger buffer; None allocates it. Raises ValueError for other dtypes
     and shapes.
     """
-    _check_elements("x", x, 2)
+    _check_elements("x", x)
     _check_count(num_rows, x)
     out = _given_rows(out, form, *x.shape, device=x.device)
     ops.quantize(x, block=form.block, num_rows=num_rows, out=out)
@@ -59,7 +59,7 @@ def dequantize_rows(packed: Tensor, form: BlockFormat, *, num_rows: Tensor | Non
 
     Raises ValueError for other dtypes and shapes.
     """
-    _check_elements("out", out, 2)
+    _check_elements("out", out)
     form.check("packed", packed, out.shape[1])
     _check_rows("packed", packed, out.shape[0])
     _check_count(num_rows, packed)
@@ -78,6 +78,8 @@ def quantize_columns(
     zeros in a block with live rows. Raises ValueError for other dtypes and shapes.
     """
     form.check("packed", packed, width)
+    if packed.dim() != 2:
+        raise ValueError(f"packed has shape {list(packed.shape)}: must be [rows, bytes]")
     _check_count(num_rows, packed)
     out = _given_rows(out, form, width, packed.shape[0], device=packed.device)
     ops.quantize_columns(packed, block=form.block, num_rows=num_rows, out=out)
@@ -113,11 +115,15 @@ def activate_and_quantize(
     the result, or None. The bytes are those of quantize_rows after an activation in gate_up's dtype. Raises ValueError
     for other dtypes and shapes.
     """
-    _check_elements("gate_up", gate_up, 2)
+    _check_elements("gate_up", gate_up)
     if activation.activation.is_gated and gate_up.shape[1] % 2:
         raise ValueError(f"gate_up has a width of {gate_up.shape[1]}: must be even, gate before up")
     if scale is not None and (scale.shape != gate_up.shape[:1] or not scale.is_contiguous()):
         raise ValueError(f"scale has shape {list(scale.shape)}: must be [{gate_up.shape[0]}], one number for each row")
+    if scale is not None:
+        _check_device("scale", scale, gate_up)
+        if not scale.is_floating_point():
+            raise ValueError(f"scale has dtype {scale.dtype}: must be a float dtype")
     _check_count(num_rows, gate_up)
     out = _given_rows(out, form, gate_up.shape[0], activation.width(gate_up), device=gate_up.device)
     ops.gated_activation_quantize(gate_up, scale, block=form.block, num_rows=num_rows, out=out, **activation.arguments)
@@ -133,7 +139,7 @@ def multiply(
     is_transposed, as for the gradient of x, x is [C, row_bytes(O)] and out is [C, H]. width: O. triton_products.py
     states the accuracy. Raises ValueError for other dtypes and shapes.
     """
-    _check_elements("out", out, 2)
+    _check_elements("out", out)
     if weight.dim() != 3:
         raise ValueError(f"weight has shape {list(weight.shape)}: must be packed rows of [experts, rows, columns]")
     form.check("weight", weight, width)
@@ -143,6 +149,8 @@ def multiply(
     if out.shape[1] != outer:
         raise ValueError(f"out has a width of {out.shape[1]}: the weights require {outer}")
     _check_offsets(offsets, weight.shape[0])
+    for name, one in (("weight", weight), ("offsets", offsets), ("out", out)):
+        _check_device(name, one, x)
     ops.scaled_product(x, weight, block=form.block, offsets=offsets, width=width, is_transposed=is_transposed, out=out)
     return out
 
@@ -160,6 +168,8 @@ def weight_gradient(x: Tensor, grad: Tensor, form: BlockFormat, *, offsets: Tens
         form.check(name, packed, rows)
         _check_rows(name, packed, columns)
     _check_offsets(offsets, out.shape[0])
+    for name, one in (("grad", grad), ("offsets", offsets), ("out", out)):
+        _check_device(name, one, x)
     ops.scaled_weight_grad(x, grad, block=form.block, offsets=offsets, rows=rows, out=out)
     return out
 
@@ -169,18 +179,18 @@ def _given_rows(out: Tensor | None, form: BlockFormat, *shape: int, device: torc
     if out is None:
         return form.empty_rows(*shape, device=device)
     form.check("out", out, shape[-1])
-    if device is not None and out.device != device:
+    if out.device != device:
         raise ValueError(f"out is on {out.device}: must be on {device}")
     if out.shape[:-1] != shape[:-1]:
         raise ValueError(f"out has shape {list(out.shape)}: must be {[*shape[:-1], form.row_bytes(shape[-1])]}")
     return out
 
 
-def _check_elements(name: str, x: Tensor, dims: int) -> None:
+def _check_elements(name: str, x: Tensor) -> None:
     _check_dtype(name, x)
-    if x.dim() != dims or (x.shape[-1] > 1 and x.stride(-1) != 1):
+    if x.dim() != 2 or (x.shape[-1] > 1 and x.stride(-1) != 1):
         raise ValueError(
-            f"{name} has shape {list(x.shape)} and strides {list(x.stride())}: must have {dims} dimensions and "
+            f"{name} has shape {list(x.shape)} and strides {list(x.stride())}: must have 2 dimensions and "
             "adjacent columns"
         )
 

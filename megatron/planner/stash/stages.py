@@ -41,6 +41,7 @@ class StashFlags:
     lora_target_modules: list[str]
     params_dtype: torch.dtype
     moe_expert_rank_capacity_factor: float | None
+    moe_paged_stash: bool
     moe_paged_stash_dtype: str | None
     moe_paged_stash_page_size: int
     moe_paged_stash_buffer_size_factor_cuda: float

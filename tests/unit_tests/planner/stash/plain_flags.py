@@ -13,6 +13,7 @@ FLAGS = StashFlags(
     lora_target_modules=[],
     params_dtype=torch.float32,
     moe_expert_rank_capacity_factor=2.0,
+    moe_paged_stash=True,
     moe_paged_stash_dtype=None,
     moe_paged_stash_page_size=4,
     moe_paged_stash_buffer_size_factor_cuda=1.1,

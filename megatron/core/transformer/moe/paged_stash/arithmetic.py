@@ -119,12 +119,14 @@ def footprint(
 
     scratch_sets: the sets of scratch pages if groups compute in pages. They are then the only whole buffers. Copied
     groups have scratch_sets 0, and whole buffers of the running group and of prefetch_groups others. encoded_bytes: of
-    the largest group whose rows are encoded. Such rows pass through memory of their own, beside each whole buffer.
+    the largest group whose rows are encoded. Such rows pass through memory of their own for each whole buffer, and a
+    resident group decodes its rows into a second one.
     """
     sizes = {group: max_bytes(group) for group in {event.group for event in events}}
     peak_bytes = peak_pages(events, lambda group: PagesByPriority(sizes[group]))  # the same sums, in bytes
     largest = sorted(sizes.values(), reverse=True)
-    whole = largest[:1] * scratch_sets if scratch_sets else largest[: 1 + prefetch_groups]
+    num_whole = 1 + max(prefetch_groups, int(encoded_bytes > 0 and bool(resident_groups(events))))
+    whole = largest[:1] * scratch_sets if scratch_sets else largest[:num_whole]
     working_set_bytes = sum(whole) + encoded_bytes * len(whole)
     return Footprint(peak_bytes, layout.device_pages * layout.page_bytes, working_set_bytes)
 

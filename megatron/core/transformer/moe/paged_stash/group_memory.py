@@ -49,7 +49,7 @@ class Phase(enum.Enum):
     """State of a group's tensors."""
 
     RECORDING = "unchanged; its forward is running"
-    KEPT = "not in pages: unchanged, or in the scratch; its backward is the next event"
+    KEPT = "not in pages: unchanged, decoded, or in the scratch; its backward is the next event"
     STASHED = "in pages"
     RESTORING = "being copied back; pages released"
     READY = "readable in its backward"
@@ -88,8 +88,8 @@ class GroupPages:
     """Pages of a group. A collected group passes them to the keeper, so this object must not refer to the group.
 
     stashed: event at the end of the copy into pages. arrived: event after the copy back and, unless kernels compute in
-    the pages, their release. targets: memory that the copy back writes to, or, for encoded rows, that they are decoded
-    into. encoded: memory that the copy back of encoded rows writes to. num_rows: [1], int64, of a group with
+    the pages, their release. targets: memory that the group's rows are restored into. arriving: memory that the copy
+    back writes to, which is a part of `targets` except for encoded rows. num_rows: [1], int64, of a group with
     encoded rows. computed: whether kernels compute the group's tensors in the pages.
     """
 
@@ -99,7 +99,7 @@ class GroupPages:
     stashed: torch.Event | None = None
     arrived: torch.Event | None = None
     targets: list[Tensor] = field(default_factory=list)
-    encoded: Sequence[Tensor] = ()
+    arriving: Sequence[Tensor] = ()
     num_rows: Tensor | None = None
     computed: bool = False
 
@@ -397,12 +397,14 @@ class PageKeeper:
         if not self.pool.layout.host_pages:
             return
         sources = [self.pool.scratch_of(pages.group, index) for index in range(len(pages.group.tensors))]
-        with self._stash_stream.behind_main():
-            self.pool.stash(pages.group, sources, num_programs=self._num_programs, host_only=True)
-        copied = self._stash_stream.record()
-        pages.stashed = None if pages.group.is_fixed else copied
-        # The next group computes in the same scratch.
-        self._reading.append(Reading(copied, [] if copied is None else [num_rows], []))
+        try:
+            with self._stash_stream.behind_main():
+                self.pool.stash(pages.group, sources, num_programs=self._num_programs, host_only=True)
+        finally:
+            copied = self._stash_stream.record()
+            pages.stashed = None if pages.group.is_fixed else copied
+            # The next group computes in the same scratch.
+            self._reading.append(Reading(copied, [] if copied is None else [num_rows], []))
 
     def fetch(
         self, group: GroupMemory, again: Callable[[Tensor], None] | None, *, following: GroupMemory | None
@@ -504,13 +506,18 @@ class PageKeeper:
         ]
         # Kept alive until the main stream has waited for the copy. Otherwise the allocator could reuse the targets, and
         # the copy would overwrite them.
-        pages.targets, pages.encoded = targets, rows
+        pages.targets, pages.arriving = targets, rows
         with self._restore_stream.behind_main(pages.stashed):
-            self.pool.restore(pages.group, rows, num_programs=0 if is_awaited else self._num_programs)
-            if pages.num_rows is not None:
-                for encoded, (target, place, tensor) in zip(rows, placed, strict=True):
-                    if place.encoded_width:
-                        decode(encoded[: tensor.spec.max_bytes], pages.num_rows, out=place.rows_in(target))
+            try:
+                self.pool.restore(pages.group, rows, num_programs=0 if is_awaited else self._num_programs)
+                if pages.num_rows is not None:
+                    for encoded, (target, place, tensor) in zip(rows, placed, strict=True):
+                        if place.encoded_width:
+                            decode(encoded[: tensor.spec.max_bytes], pages.num_rows, out=place.rows_in(target))
+            except BaseException:
+                # Another attempt replaces this memory, which the stream may still write to.
+                main_waits_for(self._restore_stream.record(), self.pool.device)
+                raise
             # Set before the release, so that after an interruption in between nothing is copied from the pages twice.
             group.phase = Phase.RESTORING
             self._give_back(pages)
@@ -535,7 +542,7 @@ class PageKeeper:
             if alive is not None:
                 alive.restored = target
         group.ready = record_main(self.pool.device)
-        group.recomputations, pages.targets, pages.encoded, group.phase = [], [], (), Phase.READY
+        group.recomputations, pages.targets, pages.arriving, group.phase = [], [], (), Phase.READY
         # Kernels of the main stream read the flags. The records must not be reused before these kernels are done.
         self.pool.close_group(pages.group, after=group.ready)
         group.let_go = None

@@ -373,9 +373,6 @@ class RowView(NamedTuple):
         return self.start + self.extent
 
 
-_NO_ROWS = RowView(0, 0, 0, 0)
-
-
 def row_view(tensor: Tensor, num_rows: int) -> RowView | None:
     """Returns the byte positions of a tensor's rows; None unless its outermost dimension in memory has num_rows rows.
 
@@ -572,17 +569,17 @@ class Block:
         row_bytes = tensor.nbytes // tensor.shape[0]
         return Block(tensor.untyped_storage(), 0, row_bytes, row_bytes, tensor.shape[0])
 
-    def encode_if_smaller(self, *dtypes: torch.dtype) -> None:
+    def encode_if_smaller(self, dtype: torch.dtype | None = None) -> None:
         """Stores rows in 8 bits if all their bytes belong to saved bf16 tensors, and this saves bytes.
 
-        dtypes: of a tensor without a snapshot that has all bytes of the rows.
+        dtype: of a tensor that has all bytes of the rows; None for a block of saved tensors with snapshots.
         """
         snapshots = [one.snapshot for one in self.saved if one.snapshot is not None]
         if self.mark is not None:
             snapshots.append(self.mark.snapshot)
-        found = {*dtypes, *(one.tensor.dtype for one in snapshots)}
+        found = {one.tensor.dtype for one in snapshots} if dtype is None else {dtype}
         is_row = self.mark is None or self.mark.tokens_per_row == 1
-        if len(found) == 1 and is_row and (dtypes or _covers(snapshots, self.start, self.end)):
+        if len(found) == 1 and is_row and (dtype is not None or _covers(snapshots, self.start, self.end)):
             self.encoded_width = encoded_width(self.end - self.start, *found)
 
     @property
@@ -637,10 +634,10 @@ def _covers(snapshots: list[Snapshot], start: int, end: int) -> bool:
     Other bytes may have any value, even NaN, and a common scale would spread it.
     """
     reached = start
-    for one in sorted(snapshots, key=lambda one: (one.rows or _NO_ROWS).start):
-        rows = one.rows or _NO_ROWS
-        is_whole = rows.extent * rows.num_rows == one.tensor.nbytes
-        if is_whole and rows.start <= reached:
+    parts = [(one.rows, one.tensor.nbytes) for one in snapshots if one.rows is not None]
+    for rows, num_bytes in sorted(parts, key=lambda part: part[0].start):
+        has_all = rows.extent * rows.num_rows == num_bytes
+        if has_all and rows.start <= reached:
             reached = max(reached, rows.end)
     return reached >= end
 

@@ -73,14 +73,14 @@ class ScratchSets:
         self._users[group.scratch_set] = _User(weakref.ref(group), name, ScratchUse.RUNNING, thread, move_out)
 
     def rest(self, group: ScratchGroup) -> None:
-        """Says that a group's rows are complete, and that no kernel uses them until it calls `take` again.
+        """Records that a group's rows are complete, and that no kernel uses them until it calls `take` again.
 
         Any thread may then take the set, because `move_out` does not interfere with a forward or backward.
         """
         self._change(group, ScratchUse.RESTING)
 
     def leave_to_readers(self, group: ScratchGroup) -> None:
-        """Says that a group's backward has ended, and that weight gradients will read its rows before it leaves."""
+        """Records that a group's backward has ended, and that weight gradients will read its rows before it leaves."""
         self._change(group, ScratchUse.READ_LATER)
 
     def leave(self, group: ScratchGroup) -> None:

@@ -54,6 +54,7 @@ class StashSettings(Protocol):
     lora_target_modules: list[str]
     params_dtype: torch.dtype
     moe_expert_rank_capacity_factor: float | None
+    moe_paged_stash: bool
     moe_paged_stash_dtype: str | None
     moe_paged_stash_page_size: int
     moe_paged_stash_buffer_size_factor_cuda: float
@@ -188,11 +189,17 @@ def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
     matrix. Rows that are encoded have the bytes of their encoding.
     """
     specs = []
-    for width, dtype, priority in _saved_rows(config):
-        encoded = 0 if config.moe_paged_stash_dtype is None else encoded_width(width * dtype.itemsize, dtype)
+    for (width, dtype, priority), encoded in zip(_saved_rows(config), _encoded_widths(config), strict=True):
         row_bytes = encoded_bytes(encoded) if encoded else width * dtype.itemsize
         specs.append(TensorSpec(row_bytes, row_bytes, rows, priority))
     return tuple(specs)
+
+
+def _encoded_widths(config: StashSettings) -> list[int]:
+    """Returns the elements of an encoded row of each tensor that experts save in pages; 0 for rows that are not."""
+    is_lossy = config.moe_paged_stash_dtype is not None
+    rows = _saved_rows(config)
+    return [encoded_width(width * dtype.itemsize, dtype) if is_lossy else 0 for width, dtype, _ in rows]
 
 
 def buffer_row_bytes(config: StashSettings) -> int:
@@ -205,7 +212,9 @@ def _saved_rows(config: StashSettings) -> list[tuple[int, torch.dtype, Priority]
     dtype = config.params_dtype
     ffn = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
     x = config.hidden_size, dtype, Priority.INPUT
-    gate_up = ffn * (2 if config.gated_linear_unit else 1), dtype, Priority.GATE_UP
+    # A gate_up that is never recomputed is as important as x.
+    priority = Priority.GATE_UP if config.moe_paged_stash_dtype is None else Priority.INPUT
+    gate_up = ffn * (2 if config.gated_linear_unit else 1), dtype, priority
     if config.stash_computes_in_pages:
         return [x, gate_up]
     low = [name for name in ("linear_fc1", "linear_fc2") if name in config.lora_target_modules]
@@ -449,7 +458,8 @@ def learned_lines(config: StashSettings, learned: LearnedSizes, *, valid: Learne
         for name, asked, grown in sizes
         if grown is not None and grown > asked
     ]
-    if (learned.device_factor, learned.host_factor) != (valid.device_factor, valid.host_factor):
+    has_pools = config.moe_paged_stash
+    if has_pools and (learned.device_factor, learned.host_factor) != (valid.device_factor, valid.host_factor):
         lines.append(
             "pools start with the configured sizes: the checkpoint's were learned for rows with "
             f"{learned.row_bytes or 'an unknown number of'} bytes in pages, and this run's have {valid.row_bytes}, "
@@ -495,14 +505,13 @@ def rounded_up(factor: float, *, decimals: int = 2) -> float:
 def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayout) -> Footprint:
     """Returns the peak device memory of tensors saved for backward, without and with a pool of this layout."""
     one_group = buffer_row_bytes(config) * needs.max_rows
-    is_encoded = config.moe_paged_stash_dtype is not None
     return footprint(
         needs.events,
         lambda group: one_group,
         layout=layout,
         prefetch_groups=prefetch_groups(config),
         scratch_sets=scratch_sets(config),
-        encoded_bytes=sum(spec.max_bytes for spec in needs.specs) if is_encoded else 0,
+        encoded_bytes=sum(encoded_bytes(width) for width in _encoded_widths(config) if width) * needs.max_rows,
     )
 
 
@@ -525,7 +534,7 @@ def gain_line(own: Footprint, layout: PoolLayout, *, config: StashSettings) -> s
 
 
 def encoding_words(config: StashSettings) -> tuple[str, ...]:
-    """Returns a clause that says that rows are stored in 8 bits, or nothing if they are stored as they are."""
+    """Returns a clause that states that rows are stored in 8 bits, or nothing if they are stored as they are."""
     if config.moe_paged_stash_dtype is None:
         return ()
     stored, whole = sum(spec.row_bytes for spec in expert_specs(config, rows=0)), buffer_row_bytes(config)

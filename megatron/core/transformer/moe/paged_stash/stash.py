@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +94,19 @@ _NEVER_FREE = 2**62  # a page count larger than any pool
 _SETTLED = (Phase.KEPT, Phase.READY)
 
 
+class GroupBytes(NamedTuple):
+    """Bytes of the buffers that hold a group's rows: as they are, and those of its encoded rows."""
+
+    whole: int
+    encoded: int = 0
+
+    @staticmethod
+    def of(blocks: Sequence[Block]) -> "GroupBytes":
+        """Returns the sizes of a group with these blocks."""
+        encoded = [block.num_rows * block.stored_bytes for block in blocks if block.encoded_width]
+        return GroupBytes(sum(block.max_bytes for block in blocks), sum(encoded))
+
+
 @dataclass(frozen=True)
 class CapturedGroup:
     """Expert group in a captured part.
@@ -105,7 +118,7 @@ class CapturedGroup:
     name: str
     specs: Sequence[TensorSpec] = ()
     max_rows: int = 0
-    max_bytes: int | None = None
+    max_bytes: GroupBytes | None = None
     kept: tuple[Any, ...] = ()
 
 
@@ -129,13 +142,16 @@ class ReplayedForward:
 
 
 class PagedStash:
-    """Stores the live rows that expert groups save for backward in pages. Gradients remain bit-identical.
+    """Stores the live rows that expert groups save for backward in pages.
+
+    Gradients remain bit-identical, unless `dtype` requests that rows of bf16 are stored in 8 bits.
 
     1. A context collects the tensors that autograd saves. At its end the live rows of row tensors are copied into
        pages, and the oversized memory is freed once the next context begins.
     2. When backward accesses the first tensor of a group, the group's rows are restored with their strides and address
        alignment, and the rows of the next groups are prefetched.
-    3. Marked tensors without pages are recomputed. If an x received no pages, the step is discarded (stash overflow).
+    3. Marked tensors without pages are recomputed, unless `dtype` is set. If an x received no pages, the step is
+       discarded (stash overflow).
     4. `reset` between steps frees all pages and learns the order of the step for the next one.
 
     With computes_in_pages, groups that call `begin` and `StashedRows.place` receive their pages before their forward,
@@ -213,8 +229,7 @@ class PagedStash:
         self._instances: Multiset[str] = Multiset()  # number of forwards so far in this step, by name
         self._num_forwards = 0  # so far in this step
         self._groups: weakref.WeakValueDictionary[GroupKey, GroupMemory] = weakref.WeakValueDictionary()
-        self._max_bytes: dict[GroupKey, int] = {}  # size of the buffers that hold a group's rows
-        self._encoded_bytes = 0  # of the largest group
+        self._max_bytes: dict[GroupKey, GroupBytes] = {}  # sizes of the buffers that hold a group's rows
         self._part: CapturedPart | None = None  # part whose forward or backward is being captured
         self._is_enabled = True
         self._is_spoiled = False  # whether an exception ended a context of this step
@@ -337,7 +352,7 @@ class PagedStash:
             self._num_forwards, self._is_spoiled = 0, False
             known = {event.group for event in self.order.events}
             # Names may be new in each step. Records of names that are not in the list are no longer needed.
-            self._max_bytes = {group: num_bytes for group, num_bytes in self._max_bytes.items() if group in known}
+            self._max_bytes = {group: sizes for group, sizes in self._max_bytes.items() if group in known}
             self._reserve.forget_others(known)
             self._reserve.begin_step(self.order.events)
             self._is_enabled = enabled
@@ -351,11 +366,11 @@ class PagedStash:
         max_bytes = self._max_bytes
         return footprint(
             self.order.events,
-            lambda group: max_bytes.get(group, 0),
+            lambda group: max_bytes[group].whole if group in max_bytes else 0,
             layout=self.pool.layout,
             prefetch_groups=self._prefetch_groups,
             scratch_sets=self.pool.scratch_sets if self.computes_in_pages else 0,
-            encoded_bytes=self._encoded_bytes,
+            encoded_bytes=max((sizes.encoded for sizes in max_bytes.values()), default=0),
         )
 
     @property
@@ -526,7 +541,7 @@ class PagedStash:
         max_rows: int,
         may_change: bool = True,
     ) -> list[RestoredBlock]:
-        """Ends a group's forward. Returns where its blocks will be restored; [] if nothing is stashed.
+        """Ends a group's forward. Returns where its blocks will be restored, or are decoded; [] if all rows are kept.
 
         may_change: whether the caller may change num_rows before the group's backward.
         """
@@ -535,7 +550,7 @@ class PagedStash:
             count = num_rows if isinstance(num_rows, Tensor) and not may_change else None
             is_kept = group.phase is Phase.KEPT or not stored.blocks
             specs = [] if is_kept else stored.specs
-            max_bytes = None if self.dtype is None else sum(block.max_bytes for block in stored.blocks)
+            max_bytes = None if self.dtype is None else GroupBytes.of(stored.blocks)
             self._enter(group, specs, max_rows=max_rows, max_bytes=max_bytes)
             if not is_kept:
                 memories = self._keeper.stash(
@@ -588,7 +603,7 @@ class PagedStash:
             self._leave(group, specs, kept=(kept,), max_rows=max_rows)
 
     def _enter(
-        self, group: GroupMemory, specs: Sequence[TensorSpec], *, max_rows: int, max_bytes: int | None = None
+        self, group: GroupMemory, specs: Sequence[TensorSpec], *, max_rows: int, max_bytes: GroupBytes | None = None
     ) -> None:
         """Records the sizes of a group before it receives pages. max_bytes: as in CapturedGroup."""
         part = self._part
@@ -610,7 +625,7 @@ class PagedStash:
         *,
         kept: tuple[Any, ...],
         max_rows: int,
-        max_bytes: int | None = None,
+        max_bytes: GroupBytes | None = None,
     ) -> None:
         """Adds a forward to the step, or to the captured part, which keeps `kept` alive."""
         if self._part is None:
@@ -629,16 +644,16 @@ class PagedStash:
             self._instances[name] += 1
         self._num_forwards += 1
 
-    def _learn(self, event: StashEvent, specs: Sequence[TensorSpec], *, max_rows: int, max_bytes: int | None) -> None:
+    def _learn(
+        self, event: StashEvent, specs: Sequence[TensorSpec], *, max_rows: int, max_bytes: GroupBytes | None
+    ) -> None:
         if self._num_forwards > _MAX_FORWARDS:
             return
         group = event.group
         if group in self._max_bytes and self._reserve.knows(group, specs, max_rows=max_rows):
             return
         self._reserve.learn(group, specs, max_rows=max_rows)
-        self._max_bytes[group] = sum(spec.max_bytes for spec in specs) if max_bytes is None else max_bytes
-        if self.dtype is not None:
-            self._encoded_bytes = max(self._encoded_bytes, sum(spec.max_bytes for spec in specs))
+        self._max_bytes[group] = max_bytes or GroupBytes(sum(spec.max_bytes for spec in specs))
 
     def _reserve_of(self, event: StashEvent) -> Tensor | None:
         """Returns the pages that this forward's plan must leave free: [3], int64, on the device, or None."""
@@ -797,7 +812,7 @@ class StashedRows:
             blocks = [Block.whole(tensor) for tensor in tensors]
             for block, tensor in zip(blocks, tensors) if stash.dtype is not None else ():
                 block.encode_if_smaller(tensor.dtype)
-            # Most stashes encode nothing, and then spare the host a call for each block.
+            # Without encoded rows, the host needs no call for each block.
             specs = [
                 row_spec(block.stored_bytes if block.encoded_width else block.end, self._max_rows) for block in blocks
             ]
