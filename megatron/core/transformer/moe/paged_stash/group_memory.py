@@ -508,16 +508,18 @@ class PageKeeper:
         # the copy would overwrite them.
         pages.targets, pages.arriving = targets, rows
         with self._restore_stream.behind_main(pages.stashed):
+            is_launched = False
             try:
                 self.pool.restore(pages.group, rows, num_programs=0 if is_awaited else self._num_programs)
                 if pages.num_rows is not None:
                     for encoded, (target, place, tensor) in zip(rows, placed, strict=True):
                         if place.encoded_width:
                             decode(encoded[: tensor.spec.max_bytes], pages.num_rows, out=place.rows_in(target))
-            except BaseException:
-                # Another attempt replaces this memory, which the stream may still write to.
-                main_waits_for(self._restore_stream.record(), self.pool.device)
-                raise
+                is_launched = True
+            finally:
+                if not is_launched:
+                    # Another attempt replaces this memory, which the stream may still write to.
+                    main_waits_for(self._restore_stream.record(), self.pool.device)
             # Set before the release, so that after an interruption in between nothing is copied from the pages twice.
             group.phase = Phase.RESTORING
             self._give_back(pages)
