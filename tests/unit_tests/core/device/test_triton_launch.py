@@ -160,6 +160,12 @@ def every_launcher() -> None:
     kernel_launches.Heads("bf16", 128, 64, norms="plain").launch()
     kernel_launches.rotated("bf16", 128, 64, first=0, is_interleaved=False)
     kernel_launches.adam("bf16 with remainders")
+    kernel_launches.quantized("bf16", 96, 32)
+    kernel_launches.quantized_act("bf16", 96, 32, form=ActivationForm())
+    kernel_launches.quantized_columns(96, 32)
+    scaled = kernel_launches.ScaledProduct(kernel_launches.Arithmetic.DEQUANTIZED, 32, 8, 64, 96)
+    for run in (scaled.quantized_weights, scaled.forward, scaled.weight_grad):
+        run()
 
 
 def test_launchers_pass_the_same_arguments_directly(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
