@@ -39,7 +39,7 @@ SIZES = [(7, 1, 5), (5, 45, None), (9, 1000, 4), (4, 1024, 9), (3, 96, 0)]
 # Kinds of arithmetic with the blocks for which a launcher can choose them.
 KINDS = [(Arithmetic.PROMOTED, 128), (Arithmetic.DEQUANTIZED, 128), (Arithmetic.DEQUANTIZED, 32)]
 KINDS += [(Arithmetic.NATIVE, 32)]
-each_kind = pytest.mark.parametrize(("kind", "block"), KINDS, ids=lambda one: getattr(one, "name", one))
+each_kind = pytest.mark.parametrize(("kind", "block"), KINDS, ids=[f"{kind.name}-{block}" for kind, block in KINDS])
 EXPERTS = 3
 
 

@@ -23,7 +23,7 @@ class ScratchGroup(Protocol):
 
 
 class ScratchUse(enum.Enum):
-    """What the group that took a set does with it."""
+    """Use of a set of scratch pages by the group that took it."""
 
     RUNNING = "kernels of its forward or backward use the rows"
     RESTING = "its rows are complete; its backward reads them later"
