@@ -21,6 +21,8 @@ with byte 255 decode to NaN, and so does the value 0x7F under any scale. Element
 2**128, which decodes to infinity. Quantizing finite decoded rows again gives rows that decode to the same numbers.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -41,21 +43,17 @@ def quantize_rows(x: Tensor, form: BlockFormat, *, out: Tensor) -> None:
 
 def dequantize_rows(packed: Tensor, form: BlockFormat, *, out: Tensor) -> None:
     """Writes the decoded elements. packed: [C, row_bytes(W)], uint8; out: [C, W], bf16 or fp32. See [Note: exact]."""
-    rows, width = out.shape
-    for chunk in _chunks(rows, width):
-        values = form.values(packed[chunk], width).float()
-        scales = _scales(form.scales(packed[chunk], width))
-        blocks = _in_blocks(values, form.block).mul_(scales[..., None])
-        out[chunk] = blocks.flatten(1)[:, :width]
+    _dequantize_blocks(packed, form, width=out.shape[1], start=0, out=out)
 
 
-def quantize_columns(packed: Tensor, form: BlockFormat, *, rows: int, out: Tensor) -> None:
+def quantize_columns(packed: Tensor, form: BlockFormat, *, rows: int, capacity: int, out: Tensor) -> None:
     """Writes packed columns of the first `rows` rows. See [Note: packed columns] in format.py.
 
-    packed: [C, row_bytes(W)], uint8; out: [W, row_bytes(C)], uint8. Rows beyond the first `rows` are not read: they are
-    zeros in a block with other rows. Blocks without any of the first rows remain unchanged.
+    packed: at least the first rows of [C, row_bytes(W)], uint8; capacity: C; out: [W, row_bytes(C)], uint8. Rows beyond
+    the first `rows` are not read: they are zeros in a block with other rows. Blocks without any of the first rows
+    remain unchanged.
     """
-    width, capacity = out.shape[0], packed.shape[0]
+    width = out.shape[0]
     # Whole blocks of columns, whose scales are adjacent in `packed`.
     step = max(1, _ELEMENTS // form.block // form.block) * form.block
     for start in range(0, rows, form.block):
@@ -103,34 +101,79 @@ def scaled_product(
 
     x: [C, row_bytes(H)], uint8; weight: [e, H, row_bytes(O)], uint8; out: [C, O], bf16 or fp32. is_transposed: whether
     to multiply with the transposed weights instead: x: [C, row_bytes(O)]; out: [C, H]. ends: end of each expert's rows.
-    width: O.
+    width: O. Weights of experts without rows are not read. Operands of each expert are decoded into new memory, so that
+    the bits of a product depend on nothing but the expert's rows and weights.
     """
     inner = width if is_transposed else weight.shape[1]
-    start = 0
-    for expert, end in zip(weight, ends, strict=True):
-        left = _decoded(x[start:end], form, width=inner)
-        right = _decoded(expert, form, width=width)
-        out[start:end] = left @ (right.t() if is_transposed else right)
-        start = max(start, end)
+    for expert, start, end in _ranges(ends):
+        if end > start:
+            left = _decoded(x[start:end], form, width=inner)
+            right = _decoded(weight[expert], form, width=width)
+            out[start:end] = left @ (right.t() if is_transposed else right)
 
 
-def scaled_weight_grad(x: Tensor, grad: Tensor, form: BlockFormat, *, ends: list[int], rows: int, out: Tensor) -> None:
-    """Computes x^T grad of each expert's rows from packed columns, in fp32, with one rounding to out's dtype.
+def scaled_weight_grad(
+    x: Tensor,
+    grad: Tensor,
+    form: BlockFormat,
+    *,
+    ends: list[int],
+    rows: int,
+    out: Tensor,
+    scale: float = 1.0,
+    is_added: bool = False,
+) -> None:
+    """Computes scale * x^T grad of each expert's rows from packed columns, and writes or adds it to `out`.
 
     x: [H, row_bytes(C)], uint8; grad: [O, row_bytes(C)], uint8; out: [e, H, O], bf16 or fp32. rows: C. ends: end of
-    each expert's rows, multiples of the block. Experts without rows receive 0.
+    each expert's rows, multiples of the block, or C. Sums are in fp32, with one rounding to out's dtype. is_added:
+    whether to add to `out`. Experts without rows have a gradient of 0. Columns beyond the live rows are not read.
+    Raises ValueError if an expert begins or ends within a block.
     """
-    left, right = (_decoded(one, form, width=rows) for one in (x, grad))
+    for expert, start, end in _ranges(ends):
+        if end == start:
+            if not is_added:
+                out[expert].zero_()
+            continue
+        if start % form.block or (end % form.block and end != rows):
+            raise ValueError(
+                f"offsets: rows {start} to {end} of expert {expert} must begin and end at multiples of {form.block}, "
+                "the block"
+            )
+        left, right = (_decoded(one, form, width=rows, start=start, end=end) for one in (x, grad))
+        product = left @ right.t()
+        if scale != 1.0:
+            product *= scale
+        if is_added:
+            product += out[expert]
+        out[expert].copy_(product)
+
+
+def _ranges(ends: list[int]) -> Iterator[tuple[int, int, int]]:
+    """Yields each expert with start and end of its rows, which are equal if it has none."""
     start = 0
-    for expert, end in zip(out, ends, strict=True):
-        expert[...] = left[:, start:end] @ right[:, start:end].t()
+    for expert, end in enumerate(ends):
+        yield expert, start, max(start, end)
         start = max(start, end)
 
 
-def _decoded(packed: Tensor, form: BlockFormat, *, width: int) -> Tensor:
-    decoded = torch.empty(packed.shape[0], width, dtype=torch.float32, device=packed.device)
-    dequantize_rows(packed, form, out=decoded)
+def _decoded(packed: Tensor, form: BlockFormat, *, width: int, start: int = 0, end: int | None = None) -> Tensor:
+    """Returns elements `start` to `end` of packed rows of `width` elements, fp32, in new memory."""
+    count = (width if end is None else end) - start
+    decoded = torch.empty(packed.shape[0], count, dtype=torch.float32, device=packed.device)
+    _dequantize_blocks(packed, form, width=width, start=start, out=decoded)
     return decoded
+
+
+def _dequantize_blocks(packed: Tensor, form: BlockFormat, *, width: int, start: int, out: Tensor) -> None:
+    """Writes as many elements as fit `out`, beginning with `start`, a multiple of the block, of rows of `width`."""
+    rows, count = out.shape
+    first, num_blocks = start // form.block, form.num_scales(count)
+    for chunk in _chunks(rows, count):
+        values = form.values(packed[chunk], width)[:, start : start + count].float()
+        scales = _scales(form.scales(packed[chunk], width)[:, first : first + num_blocks])
+        blocks = _in_blocks(values, form.block).mul_(scales[..., None])
+        out[chunk] = blocks.flatten(1)[:, :count]
 
 
 def _chunks(rows: int, width: int) -> list[slice]:

@@ -4,7 +4,9 @@ The launchers have the names and arguments of the operators in operators.py, on 
 operands.
 
 Shapes: max_rows rows of the buffers, sorted by expert; inner: width of the rows, over which a product sums; outer:
-width of the result. Rows beyond the live ones are not read.
+width of the result. Rows beyond the live ones are not read. Rows of a product, and those of its result, may be in pages
+(triton_pages.py). Forward and recomputation run the same compiled kernel, so both are bit-identical. In forward the
+number of rows is passed as the flag `needed`.
 
 [Note: arithmetic] A product has one of three kinds of arithmetic:
   PROMOTED     tensor cores multiply 8-bit values. Each partial sum of one block of terms is multiplied with both scales
@@ -29,7 +31,8 @@ weights passes through registers, where the compiler transposes it.
 # mypy: allow-untyped-defs
 
 import functools
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import IntEnum
 
@@ -38,9 +41,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.block_scaled.triton_quantize import check_float, decoded, scale_of
 from megatron.core.device.triton_compile import CompileCase, Residency, compile_case
 from megatron.core.device.triton_launch import MAX_PREPARED, PreparedLaunch, check_adjacent_columns, next_power_of_2
+from megatron.core.device.triton_pages import find_tile, row_layout
 from megatron.core.device.triton_tiles import ends_of_experts, near_tile
 
 
@@ -58,14 +63,17 @@ _NATIVE = tl.constexpr(int(Arithmetic.NATIVE))
 _OPTIONS = ("num_warps", "num_stages")
 
 
-@triton.jit(do_not_specialize=["max_rows"])
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["needed", "x_table", "out_table"])
 def scaled_gemm_kernel(
     x,
     x_scales,
     weight,
     weight_scales,
     offsets,
+    needed,
     out,
+    x_table,
+    out_table,
     max_rows,
     num_experts,
     inner,
@@ -82,12 +90,17 @@ def scaled_gemm_kernel(
     ARITHMETIC: tl.constexpr,
     IS_TRANSPOSED: tl.constexpr,
     IS_EVEN: tl.constexpr,
+    X_PAGE: tl.constexpr,
+    OUT_PAGE: tl.constexpr,
 ):
     """Computes tiles [ROWS, COLUMNS] of the GEMM. Rows of `out` that belong to no expert remain unchanged.
 
     x, weight: values, as 8-bit floats or, for DEQUANTIZED, as bytes; x_scales, weight_scales: bytes. IS_TRANSPOSED:
-    whether terms are adjacent in the weights. IS_EVEN: whether loads are unmasked.
+    whether terms are adjacent in the weights. IS_EVEN: whether loads are unmasked. X_PAGE, OUT_PAGE: see
+    [Note: lookups] in triton_pages.py.
     """
+    if tl.load(needed) == 0:
+        return
     group = tl.arange(0, GROUPS)
     ends = ends_of_experts(offsets + group, max_rows, group < num_experts)
     starts = ends_of_experts(offsets + group - 1, max_rows, (group > 0) & (group < num_experts))
@@ -106,8 +119,13 @@ def scaled_gemm_kernel(
         row = tl.arange(0, ROWS)
         columns = column_tile * COLUMNS + tl.arange(0, COLUMNS)
         # Rows and columns beyond the last one are replaced with valid ones, whose sums are not stored.
-        first_at = first_row.to(tl.int64) * x_pitch
-        row_at = tl.minimum(row, end - 1 - first_row) * x_pitch
+        if X_PAGE > 0:
+            read_rows = first_row + tl.minimum(row, end - 1 - first_row)
+            first_at = 0
+            row_at = find_tile(x_table, first_row, read_rows, end, X_PAGE).to(tl.int64) * x_pitch
+        else:
+            first_at = first_row.to(tl.int64) * x_pitch
+            row_at = tl.minimum(row, end - 1 - first_row) * x_pitch
         read_columns = columns % outer
         expert_at = expert.to(tl.int64) * weight_expert
         # Scales are equal in all rows and columns of a square.
@@ -135,7 +153,8 @@ def scaled_gemm_kernel(
             COLUMNS == BLOCK,
         )
         rows = first_row + row
-        out_at = out + rows[:, None].to(tl.int64) * out_pitch + columns[None, :]
+        out_rows = find_tile(out_table, first_row, rows, end, OUT_PAGE)
+        out_at = out + out_rows[:, None].to(tl.int64) * out_pitch + columns[None, :]
         is_out = (rows < end)[:, None] & (columns[None, :] < outer)
         tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_out)
 
@@ -149,6 +168,7 @@ def scaled_weight_grad_kernel(
     offsets,
     out,
     max_rows,
+    scale,
     inner,
     outer,
     x_pitch,
@@ -161,10 +181,12 @@ def scaled_weight_grad_kernel(
     TERMS: tl.constexpr,
     BLOCK: tl.constexpr,
     ARITHMETIC: tl.constexpr,
+    IS_ADDED: tl.constexpr,
 ):
     """Computes the gradients of all experts' weights from packed columns. Each program sums one tile over an expert.
 
-    The rows of each expert begin and end at multiples of BLOCK and of TERMS.
+    The rows of each expert begin and end at multiples of BLOCK and of TERMS. scale: factor of the sum, or None.
+    IS_ADDED: whether to add to the value in `out`, in fp32, with one rounding.
     """
     row_tiles, column_tiles = tl.cdiv(inner, ROWS), tl.cdiv(outer, COLUMNS)
     expert = tl.program_id(0) // (row_tiles * column_tiles)
@@ -193,7 +215,12 @@ def scaled_weight_grad_kernel(
     )
     out_at = out + expert.to(tl.int64) * out_expert
     out_at += rows[:, None].to(tl.int64) * out_row + columns[None, :].to(tl.int64) * out_column
-    tl.store(out_at, sums.to(out.dtype.element_ty), mask=(rows < inner)[:, None] & (columns < outer)[None, :])
+    is_out = (rows < inner)[:, None] & (columns < outer)[None, :]
+    if scale is not None:
+        sums *= scale
+    if IS_ADDED:
+        sums += tl.load(out_at, mask=is_out, other=0).to(tl.float32)
+    tl.store(out_at, sums.to(out.dtype.element_ty), mask=is_out)
 
 
 @triton.jit
@@ -267,27 +294,44 @@ def scaled_product(
     width: int,
     is_transposed: bool,
     out: Tensor,
+    needed: Tensor | None = None,
+    x_table: Tensor | None = None,
+    x_sizes: Sequence[int] = (),
+    out_table: Tensor | None = None,
+    out_sizes: Sequence[int] = (),
     arithmetic: Arithmetic | None = None,
 ) -> None:
-    """Multiplies the rows of expert i by its decoded weights, or by the transposed ones.
+    """Multiplies the rows of expert i by its decoded weights, or by the transposed ones, unless `needed` is 0.
 
     x: [C, row_bytes(H)], uint8; weight: [e, H, row_bytes(O)], uint8; offsets: [e], int32; out: [C, O], bf16 or fp32.
-    With is_transposed, x has O columns and out has H. width: O. arithmetic: for tests; None chooses by the GPU.
+    With is_transposed, x has O columns and out has H. width: O. x and out may be in pages. needed: [1], int64; None
+    means always. arithmetic: for tests; None chooses by the GPU. Raises ValueError for tables and sizes that do not fit
+    the operands.
     """
     if arithmetic is None:
         arithmetic = arithmetic_of(x.device, block)
+    experts, height = weight.shape[:2]
+    inner, outer, columns = (width, height, width) if is_transposed else (height, width, width)
+    x_pages, out_pages = (x_table, x_sizes), (out_table, out_sizes)
+    max_rows, x_strides, out_strides, pages = out.shape[0], x.stride(), out.stride(), (0, 0)
+    # Viewed as int32, low word first, because the last offset is int32.
+    words = offsets[-1:] if needed is None else needed.view(torch.int32)
+    if x_table is not None or out_table is not None or x_sizes or out_sizes:
+        of_x = row_layout("x", x, x_pages, width=BlockFormat(block).row_bytes(inner))
+        of_out = row_layout("out", out, out_pages, num_rows=of_x.num_rows, width=outer)
+        max_rows, x_strides, out_strides, pages = of_x.num_rows, of_x.strides, of_out.strides, (of_x.page, of_out.page)
     launch, tile_rows, column_tiles = _product(
-        (weight.shape[0], weight.shape[1], width),
-        (x.stride(), weight.stride(), out.stride()),
+        (experts, height, width),
+        (x_strides, weight.stride(), out_strides),
         out.dtype,
         block,
         is_transposed,
         arithmetic,
+        pages,
     )
-    inner, columns = (width, width) if is_transposed else (weight.shape[1], width)
-    tensors = (*_parts(x, inner, arithmetic), *_parts(weight, columns, arithmetic), offsets, out)
-    max_rows = out.shape[0]
-    launch((-(-max_rows // tile_rows) + weight.shape[0]) * column_tiles, tensors, (max_rows,))
+    operands = (*_parts(x, inner, arithmetic), *_parts(weight, columns, arithmetic))
+    tensors = (*operands, offsets, words, out, x_table, out_table)
+    launch((-(-max_rows // tile_rows) + experts) * column_tiles, tensors, (max_rows,))
 
 
 def scaled_weight_grad(
@@ -298,17 +342,20 @@ def scaled_weight_grad(
     offsets: Tensor,
     rows: int,
     out: Tensor,
+    scale: float = 1.0,
+    is_added: bool = False,
     arithmetic: Arithmetic | None = None,
 ) -> None:
-    """Computes x^T grad of each expert from packed columns, 0 for an expert without rows.
+    """Computes scale * x^T grad of each expert from packed columns, and writes or adds it to `out`.
 
     x: [H, row_bytes(C)], uint8; grad: [O, row_bytes(C)], uint8; offsets: [e], int32, multiples of the block; out: [e,
-    H, O], bf16 or fp32. rows: C. arithmetic: as in scaled_product.
+    H, O], bf16 or fp32. rows: C. Experts without rows have a gradient of 0. Values are rounded once, to out's dtype.
+    is_added: whether to add to `out`. arithmetic: as in scaled_product.
     """
     if arithmetic is None:
         arithmetic = arithmetic_of(x.device, block)
     launch, programs = _weight_grad(
-        tuple(out.shape), (x.stride(), grad.stride(), out.stride()), out.dtype, block, arithmetic
+        tuple(out.shape), (x.stride(), grad.stride(), out.stride()), out.dtype, block, arithmetic, scale, is_added
     )
     launch(programs, (*_parts(x, rows, arithmetic), *_parts(grad, rows, arithmetic), offsets, out), (rows,))
 
@@ -324,7 +371,7 @@ def arithmetic_of(device: torch.device, block: int) -> Arithmetic:
 
 
 def _parts(packed: Tensor, width: int, arithmetic: Arithmetic) -> tuple[Tensor, Tensor]:
-    """Returns views that begin at the values and at the scales of packed rows."""
+    """Returns views that begin at the values and at the scales of packed rows, or of an arena."""
     values = packed if arithmetic is Arithmetic.DEQUANTIZED else packed.view(torch.float8_e4m3fn)
     return values, packed[..., width:]
 
@@ -337,10 +384,11 @@ def _product(
     block: int,
     is_transposed: bool,
     arithmetic: Arithmetic,
+    pages: tuple[int, int],
 ) -> tuple[PreparedLaunch, int, int]:
     """Returns a launch of scaled_gemm_kernel, the rows of a tile, and the number of tiles in a row.
 
-    shape: [e, H, O]; strides: x, weight, out.
+    shape: [e, H, O]; strides: x, weight, out; pages: rows of a page of x and of out, 0 without pages.
     """
     check_float(out_dtype)
     x_strides, weight_strides, out_strides = strides
@@ -364,6 +412,8 @@ def _product(
         "ARITHMETIC": int(arithmetic),
         "IS_TRANSPOSED": is_transposed,
         "IS_EVEN": is_even,
+        "X_PAGE": pages[0],
+        "OUT_PAGE": pages[1],
     }
     fixed = {"num_experts": experts, "inner": inner, "outer": outer, **pitches, **tile, **constants}
     launch = PreparedLaunch(scaled_gemm_kernel, fixed, options=options, per_processor=1)
@@ -377,16 +427,19 @@ def _weight_grad(
     out_dtype: torch.dtype,
     block: int,
     arithmetic: Arithmetic,
+    scale: float,
+    is_added: bool,
 ) -> tuple[PreparedLaunch, int]:
     """Returns a launch of scaled_weight_grad_kernel, and its programs. shape: [e, H, O]; strides: x, grad, out."""
     check_float(out_dtype)
     (experts, inner, outer), (x_strides, grad_strides, out_strides) = shape, strides
     check_adjacent_columns(2, x_strides[1], grad_strides[1])
-    tile = _weight_grad_tile(block, arithmetic)
+    tile = _weight_grad_tile(block, arithmetic, is_added=is_added)
     options = {key: tile.pop(key) for key in _OPTIONS}
     names = ("out_expert", "out_row", "out_column")
-    sizes = {"inner": inner, "outer": outer, "x_pitch": x_strides[0], "grad_pitch": grad_strides[0]}
-    fixed = {**sizes, **dict(zip(names, out_strides)), **tile, "BLOCK": block, "ARITHMETIC": int(arithmetic)}
+    pitches = {"x_pitch": x_strides[0], "grad_pitch": grad_strides[0], **dict(zip(names, out_strides))}
+    sizes = {"scale": None if scale == 1.0 else scale, "inner": inner, "outer": outer, **pitches}
+    fixed = {**sizes, **tile, "BLOCK": block, "ARITHMETIC": int(arithmetic), "IS_ADDED": is_added}
     programs = experts * -(-inner // tile["ROWS"]) * -(-outer // tile["COLUMNS"])
     return PreparedLaunch(scaled_weight_grad_kernel, fixed, options=options), programs
 
@@ -403,9 +456,12 @@ def _product_tile(block: int, arithmetic: Arithmetic, *, is_even: bool = True) -
     return {"ROWS": 128 if is_even else 64, "COLUMNS": 128, "TERMS": terms, "num_warps": 8, "num_stages": 3}
 
 
-def _weight_grad_tile(block: int, arithmetic: Arithmetic) -> dict[str, int]:
-    """Returns the tile sizes, warps and stages of a weight gradient. TERMS divides the alignment of experts."""
-    terms = min(block, 64) if arithmetic is Arithmetic.DEQUANTIZED else block
+def _weight_grad_tile(block: int, arithmetic: Arithmetic, *, is_added: bool = False) -> dict[str, int]:
+    """Returns the tile sizes, warps and stages of a weight gradient. TERMS divides the alignment of experts.
+
+    is_added: whether the result is added to `out`, whose values occupy registers too.
+    """
+    terms = min(block, 32 if is_added else 64) if arithmetic is Arithmetic.DEQUANTIZED else block
     # NATIVE needs 128 rows: with 64, Triton emulates it in bf16.
     rows = 64 if arithmetic is Arithmetic.PROMOTED else 128
     return {"ROWS": rows, "COLUMNS": 128, "TERMS": terms, "num_warps": 8, "num_stages": 3}
@@ -417,7 +473,10 @@ def residencies(num_warps: int) -> Mapping[str, Residency]:
 
 
 def compile_cases() -> Iterator[CompileCase]:
-    """Yields compile cases of all kinds of arithmetic, of forward, of transposed weights and of weight gradients."""
+    """Yields compile cases of all kinds of arithmetic, of forward, of transposed weights and of weight gradients.
+
+    Products are without pages, and in pages of a tile or smaller.
+    """
     kinds = (
         (Arithmetic.DEQUANTIZED, 128, 80),
         (Arithmetic.DEQUANTIZED, 32, 80),
@@ -427,19 +486,24 @@ def compile_cases() -> Iterator[CompileCase]:
     size, scales = "i32:16", "*u8:16"
     for arithmetic, block, first in kinds:
         data = "*u8:16" if arithmetic is Arithmetic.DEQUANTIZED else "*fp8e4nv:16"
-        shared = {"x": data, "x_scales": scales, "offsets": "*i32:16", "out": "*bf16:16", "max_rows": "i32"}
+        shared = {"x": data, "x_scales": scales, "offsets": "*i32:16", "max_rows": "i32"}
         sizes = {"inner": size, "outer": size, "x_pitch": size}
         constants = {"BLOCK": block, "ARITHMETIC": int(arithmetic)}
         words = f"{arithmetic.name.lower()}, blocks of {block}"
-        for is_transposed in (False, True):
+        pages = ((0, ""), (128, ", in pages"), (16, ", in small pages"))
+        for is_transposed, (page, places) in itertools.product((False, True), pages):
             tile = _product_tile(block, arithmetic)
             options = {key: tile.pop(key) for key in _OPTIONS}
             case = compile_case(
                 scaled_gemm_kernel,
-                f"scaled_product, {words}{', transposed' if is_transposed else ''}",
+                f"scaled_product, {words}{', transposed' if is_transposed else ''}{places}",
                 options=options,
                 weight=data,
                 weight_scales=scales,
+                needed="*i32",
+                out="*bf16:16",
+                x_table="*i64" if page else None,
+                out_table="*i64" if page else None,
                 num_experts="i32",
                 weight_expert=size,
                 weight_pitch=size,
@@ -447,27 +511,33 @@ def compile_cases() -> Iterator[CompileCase]:
                 GROUPS=32,
                 IS_TRANSPOSED=is_transposed,
                 IS_EVEN=True,
+                X_PAGE=page,
+                OUT_PAGE=page,
                 **shared,
                 **sizes,
                 **constants,
                 **tile,
             )
             yield replace(case, first_architecture=first)
-        tile = _weight_grad_tile(block, arithmetic)
-        options = {key: tile.pop(key) for key in _OPTIONS}
-        case = compile_case(
-            scaled_weight_grad_kernel,
-            f"scaled_weight_grad, {words}",
-            options=options,
-            grad=data,
-            grad_scales=scales,
-            grad_pitch=size,
-            out_expert=size,
-            out_row=size,
-            out_column=1,
-            **shared,
-            **sizes,
-            **constants,
-            **tile,
-        )
-        yield replace(case, first_architecture=first)
+        for is_added in (False, True):
+            tile = _weight_grad_tile(block, arithmetic, is_added=is_added)
+            options = {key: tile.pop(key) for key in _OPTIONS}
+            case = compile_case(
+                scaled_weight_grad_kernel,
+                f"scaled_weight_grad, {words}{', added to fp32' if is_added else ''}",
+                options=options,
+                grad=data,
+                grad_scales=scales,
+                out="*fp32:16" if is_added else "*bf16:16",
+                scale="fp32" if is_added else None,
+                grad_pitch=size,
+                out_expert=size,
+                out_row=size,
+                out_column=1,
+                IS_ADDED=is_added,
+                **shared,
+                **sizes,
+                **constants,
+                **tile,
+            )
+            yield replace(case, first_architecture=first)

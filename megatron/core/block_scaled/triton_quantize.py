@@ -6,12 +6,12 @@ an 8-bit float: GPUs before sm_89 have none, and the interpreter's rounds subnor
 the interpreter write the bytes of the reference.
 
 Shapes: max_rows rows of the buffers, of which the first num_rows are live; width elements in a row. Loads of rows
-beyond the live ones are masked, so that their content is never read.
+beyond the live ones are masked, so that their content is never read. Some operands may be in pages (triton_pages.py).
 """
 # mypy: allow-untyped-defs
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from megatron.core.device.triton_launch import (
     check_adjacent_columns,
     next_power_of_2,
 )
+from megatron.core.device.triton_pages import find_rows, find_tile, row_layout
 from megatron.core.device.triton_tiles import live_rows
 from megatron.core.fusions.triton_activations import load_act
 
@@ -68,12 +69,13 @@ def quantize_kernel(
         _store_rows(values, out + rows * out_pitch, rows < live, first, width, BLOCK, PADDING)
 
 
-@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["num_rows"])
+@triton.jit(do_not_specialize=["max_rows"], do_not_specialize_on_alignment=["num_rows", "gate_up_table"])
 def act_quantize_kernel(
     gate_up,
     scale,
     num_rows,
     out,
+    gate_up_table,
     max_rows,
     width,
     gate_up_pitch,
@@ -86,8 +88,12 @@ def act_quantize_kernel(
     PADDING: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
+    GATE_UP_PAGE: tl.constexpr,
 ):
-    """Writes packed rows of act, which is rounded to gate_up's dtype first, as if it had been stored in between."""
+    """Writes packed rows of act, which is rounded to gate_up's dtype first, as if it had been stored in between.
+
+    GATE_UP_PAGE: see [Note: lookups] in triton_pages.py.
+    """
     live = live_rows(num_rows, max_rows)
     column_tiles = tl.cdiv(width, COLUMNS)
     for tile in tl.range(tl.program_id(0), tl.cdiv(live, ROWS) * column_tiles, tl.num_programs(0)):
@@ -95,7 +101,8 @@ def act_quantize_kernel(
         first = (tile % column_tiles) * COLUMNS
         columns = first + tl.arange(0, COLUMNS)
         read = (rows < live)[:, None] & (columns[None, :] < width)
-        gate_at = gate_up + rows[:, None] * gate_up_pitch + columns[None, :]
+        gate_up_rows = find_rows(gate_up_table, rows, rows < live, GATE_UP_PAGE).to(tl.int64)
+        gate_at = gate_up + gate_up_rows[:, None] * gate_up_pitch + columns[None, :]
         act = load_act(gate_at, gate_at + width, read, clamp, offset, CURVE, IS_GATED)
         if scale is not None:
             act *= tl.load(scale + rows, mask=rows < live, other=0).to(tl.float32)[:, None]
@@ -136,11 +143,12 @@ def dequantize_kernel(
         tl.store(out + rows[:, None] * out_pitch + columns[None, :], values.to(out.dtype.element_ty), mask=read)
 
 
-@triton.jit(do_not_specialize_on_alignment=["num_rows"])
+@triton.jit(do_not_specialize_on_alignment=["num_rows", "packed_table"])
 def quantize_columns_kernel(
     packed,
     num_rows,
     out,
+    packed_table,
     capacity,
     width,
     packed_pitch,
@@ -148,10 +156,12 @@ def quantize_columns_kernel(
     padding,
     BLOCK: tl.constexpr,
     COLUMNS: tl.constexpr,
+    PACKED_PAGE: tl.constexpr,
 ):
     """Writes packed columns. A tile has one block of rows. capacity: C; padding: bytes at the end of a packed column.
 
-    Stores are wide only if 16 divides C, which therefore is a size, unlike max_rows of the other kernels.
+    Stores are wide only if 16 divides C, which therefore is a size, unlike max_rows of the other kernels. PACKED_PAGE:
+    see [Note: lookups] in triton_pages.py.
     """
     live = live_rows(num_rows, capacity)
     column_tiles = tl.cdiv(width, COLUMNS)
@@ -160,7 +170,13 @@ def quantize_columns_kernel(
         rows = (block * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
         columns = (tile % column_tiles) * COLUMNS + tl.arange(0, COLUMNS)
         is_column = columns < width
-        row_at = packed + rows * packed_pitch
+        read_rows = rows
+        if PACKED_PAGE > 0:
+            first = block * BLOCK
+            block_rows = first + tl.arange(0, BLOCK)
+            IS_WHOLE: tl.constexpr = PACKED_PAGE % BLOCK == 0
+            read_rows = find_tile(packed_table, first, block_rows, live, PACKED_PAGE, IS_WHOLE).to(tl.int64)
+        row_at = packed + read_rows * packed_pitch
         read = (rows < live)[:, None] & is_column[None, :]
         codes = tl.load(row_at[:, None] + columns[None, :], mask=read, other=0)
         # A stripe of columns lies within one block of a row.
@@ -301,16 +317,22 @@ def gated_activation_quantize(
     activation: str,
     clamp: float | None = None,
     offset: float = 0.0,
+    gate_up_table: Tensor | None = None,
+    gate_up_sizes: Sequence[int] = (),
 ) -> None:
     """Writes the packed rows of act of the first num_rows rows, or of all.
 
-    gate_up: [C, 2F] or [C, F], bf16 or fp32; scale: [C], float dtype, or None; out: [C, row_bytes(F)], uint8; num_rows:
-    [1], int64, or None.
+    gate_up: [C, 2F] or [C, F], bf16 or fp32, may be in pages; scale: [C], float dtype, or None; out: [C, row_bytes(F)],
+    uint8; num_rows: [1], int64, or None. Raises ValueError for a table and sizes that do not fit the operands.
     """
-    ffn = gate_up.shape[1] // (2 if ACTIVATIONS[activation].is_gated else 1)
+    layout = row_layout("gate_up", gate_up, (gate_up_table, gate_up_sizes), num_rows=out.shape[0])
+    ffn = layout.width // (2 if ACTIVATIONS[activation].is_gated else 1)
     form = (activation, clamp, offset)
-    launch, tile_rows, column_tiles = _quantize(gate_up.dtype, ffn, gate_up.stride(), out.stride(), block, *form)
-    launch(-(-gate_up.shape[0] // tile_rows) * column_tiles, (gate_up, scale, num_rows, out), (gate_up.shape[0],))
+    launch, tile_rows, column_tiles = _quantize(
+        gate_up.dtype, ffn, layout.strides, out.stride(), block, *form, layout.page
+    )
+    tensors = (gate_up, scale, num_rows, out, gate_up_table)
+    launch(-(-layout.num_rows // tile_rows) * column_tiles, tensors, (layout.num_rows,))
 
 
 def dequantize(packed: Tensor, *, block: int, num_rows: Tensor | None, out: Tensor) -> None:
@@ -322,14 +344,24 @@ def dequantize(packed: Tensor, *, block: int, num_rows: Tensor | None, out: Tens
     launch(-(-out.shape[0] // tile_rows) * column_tiles, (packed, num_rows, out), (out.shape[0],))
 
 
-def quantize_columns(packed: Tensor, *, block: int, num_rows: Tensor | None, out: Tensor) -> None:
+def quantize_columns(
+    packed: Tensor,
+    *,
+    block: int,
+    num_rows: Tensor | None,
+    out: Tensor,
+    packed_table: Tensor | None = None,
+    packed_sizes: Sequence[int] = (),
+) -> None:
     """Writes packed columns of the first num_rows rows, or of all.
 
-    packed: [C, row_bytes(W)], uint8; out: [W, row_bytes(C)], uint8; num_rows: [1], int64, or None.
+    packed: [C, row_bytes(W)], uint8, may be in pages; out: [W, row_bytes(C)], uint8; num_rows: [1], int64, or None.
+    Raises ValueError for a table and sizes that do not fit the operands.
     """
-    shape, form = (packed.shape[0], out.shape[0]), BlockFormat(block)
-    launch, column_tiles = _quantize_columns(shape, packed.stride(), out.stride(), block)
-    launch(form.num_scales(shape[0]) * column_tiles, (packed, num_rows, out))
+    form, width = BlockFormat(block), out.shape[0]
+    layout = row_layout("packed", packed, (packed_table, packed_sizes), width=form.row_bytes(width))
+    launch, column_tiles = _quantize_columns((layout.num_rows, width), layout.strides, out.stride(), block, layout.page)
+    launch(form.num_scales(layout.num_rows) * column_tiles, (packed, num_rows, out, packed_table))
 
 
 def quantize_squares(weight: Tensor, *, block: int, out: Tensor) -> None:
@@ -349,9 +381,10 @@ def _quantize(
     block: int,
     *activation: Any,
 ) -> tuple[PreparedLaunch, int, int]:
-    """Returns a launch of quantize_kernel, or with an activation's name, clamp and offset of act_quantize_kernel.
+    """Returns a launch of quantize_kernel, or of act_quantize_kernel, the rows of a tile, and the tiles of a row.
 
-    Also returns the rows of a tile and the number of tiles in a row.
+    activation: name, clamp and offset of an activation, and the rows of a page of gate_up, or 0; nothing for
+    quantize_kernel.
     """
     check_float(dtype)
     check_adjacent_columns(width, x_strides[1], out_strides[1])
@@ -360,10 +393,11 @@ def _quantize(
     sizes = {"width": width, "out_pitch": out_strides[0], "BLOCK": block, "PADDING": padding, **tile}
     per_processor = _PROGRAMS.at_most_launched
     if activation:
-        name, clamp, offset = activation
+        name, clamp, offset, page = activation
         known = ACTIVATIONS[name]
         # None instead of 0, so that the common kernels have no instruction for it.
         more = {"clamp": clamp, "offset": offset or None, "CURVE": int(known.curve), "IS_GATED": known.is_gated}
+        more["GATE_UP_PAGE"] = page
         fixed = {**sizes, "gate_up_pitch": x_strides[0], **more}
         launch = PreparedLaunch(act_quantize_kernel, fixed, options=_WARPS, per_processor=per_processor)
     else:
@@ -388,14 +422,17 @@ def _dequantize(
 
 @functools.lru_cache(MAX_PREPARED)
 def _quantize_columns(
-    shape: tuple[int, int], packed_strides: tuple[int, ...], out_strides: tuple[int, ...], block: int
+    shape: tuple[int, int], packed_strides: tuple[int, ...], out_strides: tuple[int, ...], block: int, page: int
 ) -> tuple[PreparedLaunch, int]:
-    """Returns a launch of quantize_columns_kernel, and the number of stripes of columns. shape: [C, W]."""
+    """Returns a launch of quantize_columns_kernel, and the number of stripes of columns.
+
+    shape: [C, W]; page: rows of a page of the packed rows, 0 without pages.
+    """
     check_adjacent_columns(2, packed_strides[1], out_strides[1])
     (rows, width), form = shape, BlockFormat(block)
     sizes = {"capacity": rows, "width": width, "padding": form.row_bytes(rows) - rows - form.num_scales(rows)}
     pitches = {"packed_pitch": packed_strides[0], "out_pitch": out_strides[0]}
-    fixed = {**sizes, **pitches, "BLOCK": block, "COLUMNS": _STRIPE}
+    fixed = {**sizes, **pitches, "BLOCK": block, "COLUMNS": _STRIPE, "PACKED_PAGE": page}
     per_processor = _COLUMN_PROGRAMS.at_most_launched
     launch = PreparedLaunch(quantize_columns_kernel, fixed, options=_WARPS, per_processor=per_processor)
     return launch, -(-width // _STRIPE)
@@ -446,21 +483,24 @@ def compile_cases() -> Iterator[CompileCase]:
             yield compile_case(
                 quantize_kernel, f"quantize, {words}", options=_WARPS, x=data, x_pitch=size, **rows, **packed, **tile
             )
-            yield compile_case(
-                act_quantize_kernel,
-                f"gated_activation_quantize, {words}",
-                options=_WARPS,
-                gate_up=data,
-                scale="*fp32:16",
-                gate_up_pitch=size,
-                clamp=None,
-                offset=None,
-                CURVE=int(Curve.SILU),
-                IS_GATED=True,
-                **rows,
-                **packed,
-                **tile,
-            )
+            for page in (0, 96):
+                yield compile_case(
+                    act_quantize_kernel,
+                    f"gated_activation_quantize, {words}{', in pages' if page else ''}",
+                    options=_WARPS,
+                    gate_up=data,
+                    scale="*fp32:16",
+                    gate_up_table="*i64" if page else None,
+                    gate_up_pitch=size,
+                    clamp=None,
+                    offset=None,
+                    CURVE=int(Curve.SILU),
+                    IS_GATED=True,
+                    GATE_UP_PAGE=page,
+                    **rows,
+                    **packed,
+                    **tile,
+                )
             pitches = {"packed_pitch": size, "out_pitch": size}
             yield compile_case(
                 dequantize_kernel,
@@ -488,18 +528,21 @@ def compile_cases() -> Iterator[CompileCase]:
                 BLOCK=block,
                 PADDING=0,
             )
-        yield compile_case(
-            quantize_columns_kernel,
-            f"quantize_columns, blocks of {block}",
-            options=_WARPS,
-            packed="*u8:16",
-            out="*u8:16",
-            num_rows="*i64",
-            capacity=size,
-            width=size,
-            packed_pitch=size,
-            out_pitch=size,
-            padding="i32",
-            BLOCK=block,
-            COLUMNS=_STRIPE,
-        )
+        for page, words in ((0, ""), (128, ", in pages"), (16, ", in small pages")):
+            yield compile_case(
+                quantize_columns_kernel,
+                f"quantize_columns, blocks of {block}{words}",
+                options=_WARPS,
+                packed="*u8:16",
+                out="*u8:16",
+                num_rows="*i64",
+                packed_table="*i64" if page else None,
+                capacity=size,
+                width=size,
+                packed_pitch=size,
+                out_pitch=size,
+                padding="i32",
+                BLOCK=block,
+                COLUMNS=_STRIPE,
+                PACKED_PAGE=page,
+            )

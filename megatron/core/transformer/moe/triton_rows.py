@@ -352,11 +352,12 @@ def residencies(num_warps: int) -> Mapping[str, Residency]:
 def compile_cases() -> Iterator[CompileCase]:
     """Yields compile cases: orders of few and of many experts, wide rows in bf16, and fp32 rows of one element.
 
-    Wide rows are gathered into contiguous memory and into pages.
+    Wide rows are gathered into contiguous memory and into pages, and so are packed rows, which are bytes
+    (megatron/core/block_scaled/format.py).
     """
     for num_experts in (8, 256):
         yield from _order_cases(num_experts)
-    for name, elements in (("bf16", 4096), ("fp32", 1)):
+    for name, elements in (("bf16", 4096), ("fp32", 1), ("u8", 4224)):
         data, width = f"*{name}:16", 1 if elements == 1 else "i32:16"
         for page in (0, 96) if elements > 1 else (0,):
             yield compile_case(
@@ -373,6 +374,8 @@ def compile_cases() -> Iterator[CompileCase]:
                 OUT_PAGE=page,
                 **_tile(elements, most_columns=_COPIED_COLUMNS),
             )
+        if name == "u8":
+            continue
         yield compile_case(
             sum_kernel,
             f"sum_rows, {name}, width {width}",

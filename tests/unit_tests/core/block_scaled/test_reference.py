@@ -1,8 +1,10 @@
 """The reference of block-scaled rows gives what a model with exact fractions gives, and refuses what it cannot do."""
 
 import math
+import re
 from bisect import bisect_left
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +24,8 @@ from megatron.core.block_scaled.operators import (
     weight_gradient,
 )
 from megatron.core.fusions.gated_activation import ActivationForm, activate_plainly
+from megatron.core.paged_rows import PagedRows
+from tests.structure.measure import ROOT
 from tests.unit_tests.core.block_scaled.codes import all_bf16, rows_of_codes
 
 FORMS = [BlockFormat(block) for block in BLOCKS]
@@ -316,9 +320,20 @@ def results_on(device: str) -> list[object]:
     multiply(packed, weight, form, offsets=offsets, width=64, is_transposed=False, out=product)
     gradient = torch.empty(1, 96, 96, device=device)
     weight_gradient(columns, columns, form, offsets=offsets, rows=64, out=gradient)
+    weight_gradient(columns, columns, form, offsets=offsets, rows=64, out=gradient, scale=0.5, is_added=True)
     decoded_rows = dequantize_rows(packed, form, out=torch.empty(64, 96, device=device))
     views = form.values(packed, 96), form.scales(packed, 96)
-    found = [packed, weight, columns, act, product, gradient, decoded_rows, *views]
+    table, live = torch.arange(2, device=device), torch.full((1,), 64, device=device)
+    pages, product_pages, act_pages = (
+        PagedRows(rows.view(-1), table, 32 * rows.shape[1] * rows.itemsize, *rows.shape)
+        for rows in (packed, product, x)
+    )
+    multiply(pages, weight, form, offsets=offsets, width=64, is_transposed=False, out=product_pages, needed=live)
+    of_pages = [
+        quantize_columns(pages, form, width=96, num_rows=live),
+        activate_and_quantize(act_pages, None, form, activation=ActivationForm(), num_rows=live),
+    ]
+    found = [packed, weight, columns, act, product, gradient, decoded_rows, *views, *of_pages]
     assert all(one.device.type == device for one in found)
     return [(one.shape, one.stride(), one.dtype) for one in found]
 
@@ -328,6 +343,17 @@ def test_fake_tensors_have_the_shapes_and_strides_of_real_ones(device: str) -> N
     with FakeTensorMode():
         fake = results_on(device)
     assert fake == results_on("cpu")
+
+
+def test_the_example_of_the_page_adds_a_gradient() -> None:
+    page = (ROOT / "docs" / "block_scaled.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    names: dict[str, Any] = {}
+    torch.manual_seed(0)
+    exec(compile(example, "docs/block_scaled.md", "exec"), names)
+    sums = decoded(names["x"], names["form"], 64).view(2, 128, 64).sum(1) * 0.5
+    # Columns round what a larger scale makes subnormal.
+    torch.testing.assert_close(names["main_grad"], sums[:, :, None].expand(2, 64, 96), rtol=1e-5, atol=1e-2)
 
 
 F32 = BlockFormat(32)

@@ -15,6 +15,8 @@ import torch
 
 triton = pytest.importorskip("triton")
 from benchmarks import kernel_launches  # noqa: E402
+from megatron.core.block_scaled import triton_products, triton_quantize  # noqa: E402
+from megatron.core.block_scaled.format import BlockFormat  # noqa: E402
 from megatron.core.device import triton_launch  # noqa: E402
 from megatron.core.device.triton_launch import PreparedLaunch, is_known_run, known_knobs, next_power_of_2  # noqa: E402
 from megatron.core.fusions.gated_activation import ActivationForm  # noqa: E402
@@ -166,6 +168,59 @@ def every_launcher() -> None:
     scaled = kernel_launches.ScaledProduct(kernel_launches.Arithmetic.DEQUANTIZED, 32, 8, 64, 96)
     for run in (scaled.quantized_weights, scaled.forward, scaled.weight_grad):
         run()
+    for page_rows in (16, 128):
+        packed_rows_in_pages(page_rows)
+
+
+def packed_rows_in_pages(page_rows: int) -> None:
+    """Runs the launchers of block-scaled rows with operands in pages, and with an added weight gradient."""
+    form, rows, inner, outer, bf16 = BlockFormat(32), 256, 128, 96, torch.bfloat16
+    num_rows, offsets, table = torch.tensor([8]), torch.zeros(4, dtype=torch.int32), torch.arange(rows // page_rows)
+    arenas = {"x": form.empty_rows(rows, inner).view(-1), "out": torch.empty(rows * outer, dtype=bf16)}
+    row_bytes = form.row_bytes(inner)
+    sizes = {"x": [page_rows * row_bytes, rows, row_bytes], "out": [page_rows * outer * 2, rows, outer]}
+    columns = {width: form.empty_rows(width, rows) for width in (inner, outer)}
+    triton_rows.gather_rows(
+        form.empty_rows(8, inner),
+        torch.zeros(rows, dtype=torch.int32),
+        num_rows=num_rows,
+        out=arenas["x"],
+        out_table=table,
+        out_sizes=sizes["x"],
+    )
+    for needed in (None, num_rows):
+        triton_products.scaled_product(
+            arenas["x"],
+            form.empty_rows(4, inner, outer),
+            block=32,
+            offsets=offsets,
+            width=outer,
+            is_transposed=False,
+            out=arenas["out"],
+            needed=needed,
+            x_table=table,
+            x_sizes=sizes["x"],
+            out_table=table,
+            out_sizes=sizes["out"],
+        )
+    triton_quantize.gated_activation_quantize(
+        arenas["out"],
+        None,
+        block=32,
+        num_rows=num_rows,
+        out=form.empty_rows(rows, outer // 2),
+        activation="swiglu",
+        gate_up_table=table,
+        gate_up_sizes=sizes["out"],
+    )
+    triton_quantize.quantize_columns(
+        arenas["x"], block=32, num_rows=num_rows, out=columns[inner], packed_table=table, packed_sizes=sizes["x"]
+    )
+    for dtype, scale in ((bf16, 1.0), (torch.float32, 0.5)):
+        out = torch.empty(4, inner, outer, dtype=dtype)
+        triton_products.scaled_weight_grad(
+            columns[inner], columns[outer], block=32, offsets=offsets, rows=rows, out=out, scale=scale, is_added=True
+        )
 
 
 def test_launchers_pass_the_same_arguments_directly(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
