@@ -19,7 +19,7 @@ if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from megatron.core.transformer.moe.paged_stash.page_layout import DEFAULT_PAGE_SIZE
-from megatron.core.transformer.moe.paged_stash.sizing import least_page_size, usual_page_size
+from megatron.core.transformer.moe.paged_stash.sizing import formats, least_page_size, usual_page_size
 from megatron.pages.page import MissingPackageError
 from megatron.planner.stash.costs import Machine, stage_costs, verdict
 from megatron.planner.stash.outlook import (
@@ -132,7 +132,7 @@ def stash_plan(args: argparse.Namespace) -> StashPlan:
     if not args.capacity_is_given:
         run = replace(run, flags=flags)
     device = planned_device()
-    machine = Machine.of(device, flags.params_dtype)
+    machine = Machine.of(device, flags.params_dtype, form=next(filter(None, formats(flags)), None))
     if args.host_gb_s is not None:
         machine = replace(machine, host_bytes=args.host_gb_s * 1e9)
     # If no group saves rows for backward, there are no factors to choose.

@@ -32,7 +32,7 @@ CONFIGURATIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("gated delta net and other linear attention", ("--experimental-attention-variant", "--linear-attention-freq")),
     ("sparse attention with an indexer (DSA)", ("--dsa-indexer-topk",)),
     ("Mamba and hybrid models", ("--is-hybrid-model", "--hybrid-layer-pattern", "--hybrid-override-pattern")),
-    ("FP8 and FP4", ("--fp8-format", "--fp4-format")),
+    ("FP4", ("--fp4-format",)),
     ("experts in a latent space", ("--moe-latent-size",)),
     ("hyper-connections", ("--enable-mhc-connections",)),
     ("layers of different shapes", ("--heterogeneous-layers-config-path",)),

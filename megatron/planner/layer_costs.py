@@ -29,7 +29,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.rope import RotaryEmbedding
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.utils import get_model_config, unwrap_model
+from megatron.core.utils import unwrap_model
 from megatron.planner.plan import (
     ForwardStep,
     as_rank,
@@ -39,7 +39,7 @@ from megatron.planner.plan import (
     with_known_rows,
     with_planned_device,
 )
-from megatron.planner.recorders import GROUPED, RECOMPUTE, ROWS_OF_TABLES, MessageRecorder, WorkRecorder, dtype_name
+from megatron.planner.recorders import GROUPED, ONCE, RECOMPUTE, ROWS_OF_TABLES, MessageRecorder, WorkRecorder
 from megatron.planner.traced_step import live_rows, traced_steps
 from megatron.planner.work import (
     BACKWARD,
@@ -50,14 +50,16 @@ from megatron.planner.work import (
     Kernel,
     Kernels,
     Traffic,
-    Unit,
     kind_of_module,
     merged,
 )
 from megatron.training.config import RunConfig
+from megatron.training.meters.memory import quantized_bytes_of
 from megatron.training.setup import build_model, build_model_and_optimizer
 
 EMBEDDING, END = "embedding", "end"
+# Name of the kernels that run once per step, beside the names of passes.
+_ONCE = "once"
 _LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\b")
 # Groups of the ranks that share all experts.
 _EXPERT_GROUPS = ("ep", "tp_ep")
@@ -71,6 +73,7 @@ class LayerKind:
 
     has_experts: bool = False
     has_window: bool = False
+    is_in_8_bits: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,18 +120,19 @@ class Scale:
 class PartWork:
     """Kernels and messages of one microbatch in one part of a chunk.
 
-    recompute: forward kernels repeated in backward. traffic: messages of the forward and backward phases. Counts may be
-    negative in a difference between two parts.
+    recompute: forward kernels repeated in backward. traffic: messages of the forward and backward phases. once: kernels
+    of the first microbatch alone. Counts may be negative in a difference between two parts.
     """
 
     forward: KernelCounts = field(default_factory=Counter)
     backward: KernelCounts = field(default_factory=Counter)
     recompute: KernelCounts = field(default_factory=Counter)
     traffic: tuple[Traffic, ...] = ()
+    once: KernelCounts = field(default_factory=Counter)
 
     def chunk(self) -> ChunkWork:
         """Converts the kernels to a plan's format, which does not separate the bytes of weights."""
-        return ChunkWork(_kernels(self.forward), _kernels(self.backward), _kernels(self.recompute))
+        return ChunkWork(kernels_of(self.forward), kernels_of(self.backward), kernels_of(self.recompute))
 
     def times(self, number: int) -> "PartWork":
         """Returns the work of this part, multiplied by `number`."""
@@ -137,7 +141,8 @@ class PartWork:
             return Counter({one: n * number for one, n in some.items()})
 
         traffic = (replace(t, count=t.count * number, num_bytes=t.num_bytes * number) for t in self.traffic)
-        return PartWork(counts(self.forward), counts(self.backward), counts(self.recompute), tuple(traffic))
+        passes = counts(self.forward), counts(self.backward), counts(self.recompute)
+        return PartWork(*passes, tuple(traffic), counts(self.once))
 
     def scaled(self, scale: Scale) -> "PartWork":
         """Scales the work to a similar layout. Activations scale with samples, and expert weights with experts."""
@@ -161,7 +166,8 @@ class PartWork:
             )
             for one in self.traffic
         )
-        return PartWork(counts(self.forward), counts(self.backward), counts(self.recompute), tuple(traffic))
+        passes = counts(self.forward), counts(self.backward), counts(self.recompute)
+        return PartWork(*passes, tuple(traffic), counts(self.once))
 
 
 @dataclass(frozen=True)
@@ -169,13 +175,14 @@ class PartCost:
     """Memory of one part of a model chunk on a rank, and its work for one microbatch.
 
     params: trained parameters, in order. other_bytes: bytes of frozen parameters and module buffers. saved: maps a kind
-    of module to the bytes that a microbatch saves for backward.
+    of module to the bytes that a microbatch saves for backward. quantized_bytes: bytes of experts' weights in 8 bits.
     """
 
     params: tuple[ParamSize, ...] = ()
     other_bytes: int = 0
     saved: Mapping[str, int] = field(default_factory=dict)
     work: PartWork = field(default_factory=PartWork)
+    quantized_bytes: int = 0
 
     @cached_property
     def weights(self) -> dict[bool, tuple[int, int]]:
@@ -194,7 +201,8 @@ class PartCost:
             for param in self.params
         )
         saved = {kind: _scaled(size, scale.samples) for kind, size in self.saved.items()}
-        return PartCost(params, self.other_bytes, saved, self.work.scaled(scale))
+        quantized = _scaled(self.quantized_bytes, scale.experts)
+        return PartCost(params, self.other_bytes, saved, self.work.scaled(scale), quantized)
 
 
 @dataclass(frozen=True)
@@ -263,17 +271,19 @@ class ModelCosts:
 
 def total_work(parts: Iterable[PartWork]) -> PartWork:
     """Adds up the work of several parts."""
-    forward, backward, recompute = KernelCounts(), KernelCounts(), KernelCounts()
+    forward, backward, recompute, once = KernelCounts(), KernelCounts(), KernelCounts(), KernelCounts()
     traffic: list[Traffic] = []
     for part in parts:
         forward.update(part.forward)
         backward.update(part.backward)
         recompute.update(part.recompute)
+        once.update(part.once)
         traffic += part.traffic
-    return PartWork(forward, backward, recompute, merged(traffic))
+    return PartWork(forward, backward, recompute, merged(traffic), once)
 
 
-def _kernels(counts: KernelCounts) -> Kernels:
+def kernels_of(counts: KernelCounts) -> Kernels:
+    """Converts kernels to a plan's format, which does not separate the bytes of weights."""
     found = Kernels()
     for one, number in counts.items():
         found[one.kernel] += number
@@ -287,8 +297,14 @@ def _scaled(number: int, factor: Fraction) -> int:
 def layer_kinds(config: TransformerConfig) -> list[LayerKind]:
     """Returns the kind of each layer in the model, in order, excluding multi-token prediction layers."""
     experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
-    windows = [config.window_of_layer(number) is not None for number in range(1, config.num_layers + 1)]
-    return [LayerKind(bool(has), window) for has, window in zip(experts, windows, strict=True)]
+    return [
+        LayerKind(
+            bool(has),
+            config.window_of_layer(number) is not None,
+            bool(has) and config.block_format_of(number) is not None,
+        )
+        for number, has in enumerate(experts, start=1)
+    ]
 
 
 def distinct_kinds(config: TransformerConfig) -> list[LayerKind]:
@@ -309,6 +325,11 @@ def probe_config(run_config: RunConfig, pattern: Sequence[LayerKind], *, has_all
         changed["moe_layer_freq"] = [int(kind.has_experts) for kind in pattern]
     if transformer.window_size is not None:
         changed["window_attn_skip_freq"] = [int(kind.has_window) for kind in pattern]
+    if transformer.first_last_layers_bf16:
+        # Experts in bf16 are those of the model's first and last layers, so their kinds are also first or last.
+        in_8_bits = [number for number, kind in enumerate(pattern) if kind.is_in_8_bits] or [len(pattern)]
+        changed["num_layers_at_start_in_bf16"] = in_8_bits[0]
+        changed["num_layers_at_end_in_bf16"] = max(0, len(pattern) - 1 - in_8_bits[-1])
     if run_config.gpt.position_embedding_type == "rope":
         # Long tables take time to compute, so _chunk_cost scales their size instead.
         changed["max_position_embeddings"] = run_config.data.seq_length
@@ -392,7 +413,8 @@ def measure_memory(
     numbers = [(number + 1) * of_each_kind - 1 for number in range(len(kinds))]
     layers = {kind: parts[f"layer {number}"] for kind, number in zip(kinds, numbers, strict=True)}
     return ModelCosts(
-        get_model_config(model),
+        # Layers have their numbers in the whole model here.
+        run_config.transformer,
         parts[EMBEDDING],
         parts.get("embedding copy", PartCost()),
         layers,
@@ -429,12 +451,15 @@ def _parts_of(model: nn.Module, run_config: RunConfig, *, forward_step: ForwardS
         # _chunk_cost counts the tables that exist once per chunk.
         if not isinstance(model.get_submodule(name.rpartition(".")[0]), (AuxLossRecorder, RotaryEmbedding)):
             other[part_of_name(name) or END] += buffer.nbytes
+    quantized: Counter[str] = Counter()
+    for name, module in unwrap_model(model).named_modules():
+        quantized[part_of_name(name) or END] += quantized_bytes_of(module)
     saved: dict[str, dict[str, int]] = {}
     for label, size in _saved(model, run_config, forward_step=forward_step).items():
         part, _, kind = label.partition(": ")
         saved.setdefault(part, {})[kind] = size
     return {
-        part: PartCost(tuple(params.get(part, ())), other[part], saved.get(part, {}))
+        part: PartCost(tuple(params.get(part, ())), other[part], saved.get(part, {}), quantized_bytes=quantized[part])
         for part in {EMBEDDING, END, *params, *other, *saved}
     }
 
@@ -652,7 +677,9 @@ class _PartRecorder(WorkRecorder):
             for leaf in known:
                 self._weight_bytes[self._is_of_experts(leaf)] += leaf.nbytes
             results = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            if name in GROUPED or func._overloadpacket in flop_registry:
+            if name in ONCE:
+                self._weight_bytes[True] = sum(leaf.nbytes for leaf in leaves)
+            elif name in GROUPED or func._overloadpacket in flop_registry:
                 # Grouped GEMMs may write into an argument.
                 places = [*leaves, *results] if name in GROUPED else results
                 self._count_gradients([] if known else places, is_grouped=name in GROUPED)
@@ -684,13 +711,13 @@ class _PartRecorder(WorkRecorder):
         spans = self._spans[storage_id(leaf.untyped_storage())]
         return any(one.is_expert for one in spans if one.start <= start < one.end)
 
-    def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
-        """Counts a kernel in total and for the active part. tensor: any shape, in the dtype of the computation."""
-        super().note(unit, tensor, flops=flops, num_bytes=num_bytes)
+    def _add(self, kernel: Kernel, *, is_once: bool) -> None:
+        """Counts a kernel in total and for the active part. Kernels that run once per step count for the part alone."""
         name = self.pass_name
+        if not is_once:
+            super()._add(kernel, is_once=False)
         if name is not None:
-            kernel = Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))
-            counts = self._counts.setdefault((self.part, name), KernelCounts())
+            counts = self._counts.setdefault((self.part, _ONCE if is_once else name), KernelCounts())
             counts[CountedKernel(kernel, self._weight_bytes[False], self._weight_bytes[True])] += 1
 
     def _pack(self, tensor: Tensor) -> Any:
@@ -709,7 +736,11 @@ class _PartRecorder(WorkRecorder):
 
         return {
             part: PartWork(
-                counts(part, FORWARD), counts(part, BACKWARD), counts(part, RECOMPUTE), merged(messages.get(part, ()))
+                counts(part, FORWARD),
+                counts(part, BACKWARD),
+                counts(part, RECOMPUTE),
+                merged(messages.get(part, ())),
+                counts(part, _ONCE),
             )
             for part in sorted(names)
         }

@@ -25,10 +25,16 @@ from megatron.core.pipeline_parallel.schedule import Action, Pipeline, stage_ord
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.paged_stash.sizing import PoolBytes, check_effect, encoding_words, page_size_on_gpu
+from megatron.core.transformer.moe.paged_stash.sizing import (
+    PoolBytes,
+    check_effect,
+    encoding_words,
+    largest_of_layers,
+    page_size_on_gpu,
+)
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 from megatron.core.transformer.moe_config import GPU_ROW_ALIGNMENT
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, precision_lines
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import AsFusedKernels, SavedBytes, SavedSizes, peak_bytes
@@ -44,7 +50,7 @@ from megatron.training.command_line.published import publish_run, publish_timers
 from megatron.training.compute.devices import plans_for_gpu
 from megatron.training.compute.flops import count_of, num_floating_point_operations, parameters_by_key
 from megatron.training.config import RunConfig
-from megatron.training.meters.memory import bytes_of, gradient_tensors, parameter_tensors
+from megatron.training.meters.memory import bytes_of, gradient_tensors, parameter_bytes, parameter_tensors
 from megatron.training.setup import build_model, build_model_and_optimizer, setup_batches, setup_tokenizer
 from megatron.training.step.expert_memory import ExpertMemory, build_expert_memory
 
@@ -274,7 +280,7 @@ def plan_run(
         num_microbatches=run_config.batch_sizes().final_num_microbatches,
         is_balanced=_has_dynamic_rows(run_config),
         flops_per_sample=num_floating_point_operations(run_config, 1),
-        substitutions=(*substitutions(transformer), *encoding_words(transformer)),
+        substitutions=(*substitutions(transformer), *precision_lines(transformer), *encoding_words(transformer)),
     )
 
 
@@ -391,9 +397,7 @@ class _RankBuild:
     def _states(self) -> ModelStates:
         """Returns the bytes of the model states, without optimizer states for an evaluation."""
         of_optimizer = {} if self._optimizer is None else self._optimizer.state_bytes
-        return ModelStates(
-            bytes_of(parameter_tensors(self._model)), bytes_of(gradient_tensors(self._model)), **of_optimizer
-        )
+        return ModelStates(parameter_bytes(self._model), bytes_of(gradient_tensors(self._model)), **of_optimizer)
 
     def _pages(self) -> PoolBytes:
         """Returns the bytes of the stash's pages, both 0 without a stash."""
@@ -439,9 +443,13 @@ class _RankBuild:
             _publish(run_config)
             model = build_model(self._provider, run_config)
         saved = tuple(saved_by(chunk, run_config, forward_step=forward_step) for chunk in model)
+        layers = [
+            [part.router.layer_number for part in chunk.modules() if isinstance(part, MoELayer)] for chunk in model
+        ]
+        rows = 0 if self._expert_memory is None else self._expert_memory.max_rows
         of_layers = [
-            kept.by_kind[EXPERTS] // max(1, sum(isinstance(part, MoELayer) for part in chunk.modules()))
-            for chunk, kept in zip(model, saved, strict=True)
+            largest_of_layers(kept.by_kind[EXPERTS], run_config.transformer, layers=own, rows=rows)
+            for own, kept in zip(layers, saved, strict=True)
         ]
         return saved, max(of_layers)
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
+from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.device.torch_internals import TorchDispatchMode, storage_id, tree_leaves
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -33,14 +34,19 @@ from megatron.planner.work import (
     Unit,
     kind_of_module,
     merged,
+    scaled_dtype,
 )
 
 RECOMPUTE = "recompute"
 _FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
-_COUNTED = {"aten", "activation", "paged_stash", "rope", "router", "static_rows"}
+_COUNTED = {"aten", "activation", "block_scaled", "paged_stash", "rope", "router", "static_rows"}
+# Grouped GEMMs of experts in 8 bits.
+_SCALED = {"scaled_product", "scaled_weight_grad"}
 # Grouped GEMMs of torch, and of experts with static buffers.
-GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad"}
+GROUPED = {"_grouped_mm", "grouped_gemm", "grouped_gemm_weight_grad", *_SCALED}
+# Operators that run in the first microbatch of a step alone: weights are quantized once. See quantized_experts.py.
+ONCE = {"quantize_squares"}
 # Operators that move no bytes: allocations, views, and reads by the host.
 _FREE = {
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view", "_reshape_alias"),
@@ -211,21 +217,30 @@ class WorkRecorder(TorchDispatchMode):
         example = next((one for one in (*inputs, *outputs) if one.is_floating_point()), None)
         moved = _moved_bytes(func, name, inputs=inputs, outputs=outputs)
         unit, flops = Unit.MEMORY, 0.0
-        if name in GROUPED:
+        dtype = "fp32" if example is None else dtype_name(example)
+        if name in _SCALED:
+            unit, flops, dtype = (
+                Unit.MATMUL,
+                self._live_rows * _scaled_flops(name, args, kwargs),
+                scaled_dtype(BlockFormat(kwargs["block"])),
+            )
+        elif name in GROUPED:
             # Holds for both forms: rows times expert matrices, and rows times rows for weight gradients.
             unit, flops = Unit.MATMUL, 2.0 * self._live_rows * inputs[0].numel() * inputs[1].shape[-1]
         elif func._overloadpacket in flop_registry:
             unit, flops = Unit.MATMUL, float(flop_registry[func._overloadpacket](*args, **kwargs, out_val=result))
         if moved or flops:
-            self.note(
-                unit, torch.empty(0, dtype=torch.float32) if example is None else example, flops=flops, num_bytes=moved
-            )
+            self._add(Kernel(self.kind, unit, dtype, float(flops), float(moved)), is_once=name in ONCE)
 
     def note(self, unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
         """Counts one kernel. Fused kernels call it directly. tensor: any shape, in the dtype of the computation."""
+        self._add(Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes)), is_once=False)
+
+    def _add(self, kernel: Kernel, *, is_once: bool) -> None:
+        """Counts one kernel. is_once: whether it runs once per step, and counts with the update."""
         counter = self._counter()
         if counter is not None:
-            counter[Kernel(self.kind, unit, dtype_name(tensor), float(flops), float(num_bytes))] += 1
+            (self.update if is_once else counter)[kernel] += 1
 
     @property
     def kind(self) -> str:
@@ -252,6 +267,15 @@ class WorkRecorder(TorchDispatchMode):
 def dtype_name(tensor: Tensor) -> str:
     """Returns a tensor's dtype as named in Kernel, such as bf16. tensor: any shape and dtype."""
     return _DTYPES.get(tensor.dtype, "fp32")
+
+
+def _scaled_flops(name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> float:
+    """Returns the FLOPs of a product in 8 bits. Packed rows also contain scales, so its sizes are those of results."""
+    out = kwargs["out"]
+    if name == "scaled_weight_grad":
+        return 2.0 * kwargs["rows"] * out.shape[1] * out.shape[2]
+    weight = args[1]
+    return 2.0 * out.shape[0] * weight.shape[1] * kwargs["width"]
 
 
 def _moved_bytes(func: Any, name: str, *, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:

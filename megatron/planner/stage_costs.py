@@ -24,13 +24,22 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipelin
 from megatron.core.transformer.moe.paged_stash.sizing import (
     LearnedSizes,
     PoolBytes,
+    largest_of_layers,
     pool_bytes,
     pool_layout,
     step_needs,
 )
 from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.planner.activations import SavedSizes
-from megatron.planner.layer_costs import LayerKind, ModelCosts, ParamSize, PartCost, layer_kinds, total_work
+from megatron.planner.layer_costs import (
+    LayerKind,
+    ModelCosts,
+    ParamSize,
+    PartCost,
+    kernels_of,
+    layer_kinds,
+    total_work,
+)
 from megatron.planner.plan import ModelStates, RankMemory
 from megatron.planner.step_time import short_step
 from megatron.planner.work import (
@@ -174,7 +183,7 @@ def model_states(
     elements of a buffer, which undercounts by less than one block per contiguous range.
     """
     chunks = stage_chunks(costs, shape, stage=stage)
-    parameters = sum(part.other_bytes for parts in chunks for part in parts)
+    parameters = sum(part.other_bytes + part.quantized_bytes for parts in chunks for part in parts)
     gradients = 0
     masters = moments = host_states = 0.0
     for number in range(len(chunks)):
@@ -263,12 +272,6 @@ def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:
     return numbers
 
 
-def expert_layers(costs: ModelCosts, shape: Shape, *, part: int) -> int:
-    """Returns the number of MoE layers in a part of the pipeline, including multi-token prediction."""
-    further = costs.mtp_expert_layers if part == len(shape.layers) - 1 else 0
-    return sum(kind.has_experts for kind in shape.layers[part]) + further
-
-
 def saved_by_chunk(costs: ModelCosts, shape: Shape, *, stage: int) -> list[Counter[str]]:
     """Returns the bytes that a microbatch saves for backward in each chunk of a stage, by kind."""
     found = []
@@ -285,9 +288,13 @@ def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, pages: Pool
     saved = saved_by_chunk(costs, shape, stage=stage)
     in_buffers = 0
     if pages.total:
-        layers = [expert_layers(costs, shape, part=number) for number in range(stage, len(shape.layers), shape.stages)]
+        layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
         # One layer's rows are still in its buffers, not yet copied to pages, unless they are in the scratch.
-        of_layer = max(kinds[EXPERTS] // max(1, count) for kinds, count in zip(saved, layers, strict=True))
+        rows = 0 if costs.rows is None else costs.rows.max_rows
+        of_layer = max(
+            largest_of_layers(kinds[EXPERTS], costs.config, layers=own, rows=rows)
+            for kinds, own in zip(saved, layers, strict=True)
+        )
         in_buffers = max(0, of_layer - pages.one_group)
         saved = [Counter({**kinds, EXPERTS: 0}) for kinds in saved]
     moments = fullest_moments(
@@ -344,10 +351,11 @@ def stage_load(
     traffic = [*_data_messages(costs, shape, stage=stage, ddp_config=ddp_config), *step.traffic]
     if stage in (0, shape.stages - 1):
         traffic += [replace(one, group="embd", group_size=2) for one in step.tied]
-    chunks = []
+    chunks, once = [], Kernels()
     for number, parts in zip(range(stage, len(shape.layers), shape.stages), stage_chunks(costs, shape, stage=stage)):
         work = total_work(part.work for part in parts)
         chunks.append(work.chunk())
+        once.update(kernels_of(work.once))
         traffic += work.times(times).traffic
         if number < last and shape.stages > 1:
             traffic.append(Traffic("pp", shape.stages, "send", FORWARD, times, times * hidden_bytes))
@@ -357,6 +365,7 @@ def stage_load(
     update = Kernels()
     for kernel, count in step.update.items():
         update[replace(kernel, flops=kernel.flops * share, num_bytes=kernel.num_bytes * share)] += count
+    update.update(once)
     return StageLoad(tuple(chunks), merged(traffic), update)
 
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
+from megatron.core.block_scaled.format import BlockFormat
 from megatron.training.compute.devices import Device
 
 # Phases of a step.
@@ -43,6 +44,10 @@ _KINDS = (
 # In a ring of n ranks, each rank sends and receives share * (n - 1) / n of the payload.
 RING_SHARES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
+# Names of devices whose tensor cores scale blocks of 32 elements (sm_100), and of devices that have 8-bit products, but
+# none with scales for 128 elements. See docs/block_scaled.md.
+_SCALE_BLOCKS = re.compile(r"\bG?B\d00\b")
+_DECODE_BLOCKS = re.compile(r"^(L\d|MI\d)")
 
 
 class Unit(Enum):
@@ -57,8 +62,8 @@ class Unit(Enum):
 class Kernel:
     """One kernel on a device.
 
-    kind: kind of the module that launches it (see kind_of_module). dtype: bf16, fp16, fp8 or fp32. flops: 2 for each
-    multiply-add. num_bytes: bytes read and written.
+    kind: kind of the module that launches it (see kind_of_module). dtype: bf16, fp16, fp32, fp8 (with a scale for 128
+    elements) or mxfp8 (for 32). flops: 2 for each multiply-add. num_bytes: bytes read and written.
     """
 
     kind: str
@@ -126,8 +131,25 @@ def kernel_seconds(kernel: Kernel, device: Device) -> float:
     if kernel.unit is Unit.MEMORY:
         return max(moving, device.kernel_us * _MICRO)
     share = device.attainable_matmul if kernel.unit is Unit.MATMUL else device.attainable_attention
-    computing = kernel.flops / (device.tflops(kernel.dtype) * _TERA * share)
+    computing = kernel.flops / (device.tflops(multiplied_dtype(kernel.dtype, device)) * _TERA * share)
     return max(computing, moving, device.kernel_us * _MICRO)
+
+
+def scaled_dtype(form: BlockFormat) -> str:
+    """Returns the dtype of kernels that multiply block-scaled rows, as in Kernel."""
+    return "mxfp8" if form.block == 32 else "fp8"
+
+
+def multiplied_dtype(dtype: str, device: Device) -> str:
+    """Returns the dtype in which a device multiplies operands of a kernel's dtype.
+
+    Devices that cannot multiply blocks in 8 bits decode them to bf16 first.
+    """
+    if dtype == "mxfp8":
+        return "fp8" if _SCALE_BLOCKS.search(device.name) else "bf16"
+    if dtype == "fp8" and (device.fp8_tflops is None or _DECODE_BLOCKS.search(device.name)):
+        return "bf16"
+    return dtype
 
 
 def seconds_by_kind(kernels: Kernels, device: Device) -> dict[str, float]:

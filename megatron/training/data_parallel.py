@@ -45,6 +45,13 @@ def wrap_chunks(parts: Sequence[nn.Module], run_config: RunConfig) -> list[nn.Mo
     ]
 
 
+def restore_params(model: Sequence[nn.Module]) -> None:
+    """Gathers parameters as they are, if they were gathered in 8 bits, before they are read. Collective."""
+    for chunk in model:
+        if isinstance(chunk, DistributedDataParallel):
+            chunk.restore_params()
+
+
 def join_schedule(model: Sequence[nn.Module], *, align_grad_reduce: bool) -> None:
     """Sets the callables with which the schedule defers and starts the chunks' collectives.
 

@@ -20,6 +20,7 @@ from megatron.training.callbacks import StepReport
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing.folder import complete_iterations
 from megatron.training.config import CONTINUE_RUN
+from megatron.training.data_parallel import restore_params
 from megatron.training.run import TrainingRun
 from megatron.training.setup import reposition_data
 from megatron.training.step.statistics import NonFiniteLossError
@@ -40,6 +41,7 @@ def check_weight_hashes(run: TrainingRun) -> None:
         if isinstance(chunk, DistributedDataParallel):
             # Sharded parameters may not have been gathered since the update.
             chunk.wait_params(chunk.module.parameters())
+    restore_params(run.model)
     check_weight_hashes_sync(run.model, run.groups, iteration=run.state.iteration)
 
 

@@ -20,6 +20,7 @@ from megatron.training.checkpointing import begin_save_checkpoint, load_run
 from megatron.training.checkpointing.saving import RunSaves
 from megatron.training.checkpointing.train_state import TrainState
 from megatron.training.config import CheckpointConfig, FaultConfig, RunConfig, TrainingConfig
+from megatron.training.data_parallel import restore_params
 from megatron.training.gpt_builder import parts_of_gpt
 from megatron.training.meters.meters import Meter
 from megatron.training.step.exit_conditions import ExitConditions
@@ -229,6 +230,7 @@ class TrainingRun:
     def _begin_save(self, staging: StagingMemory | None) -> PendingSave:
         if self.expert_memory is not None:
             self.state.learned_sizes = self.expert_memory.learned_sync()
+        restore_params(self.model)
         return begin_save_checkpoint(
             self.state.iteration,
             self.model,

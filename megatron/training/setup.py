@@ -38,7 +38,7 @@ from megatron.core.timers import Timers
 from megatron.core.tokenizers import build_tokenizer, vocab_size_with_padding
 from megatron.core.tokenizers.tokenizer import Tokenizer
 from megatron.core.transformer.module import Float16Module
-from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_config import TransformerConfig, precision_lines
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.callbacks import Callback
 from megatron.training.callbacks.build import setup_callbacks
@@ -97,6 +97,8 @@ def setup_run(
     fit = persistent_fit(model, run_config)
     if not (fit.fits and logging.is_compact):
         print_rank_0(f"  {fit.line}")
+    for line in precision_lines(run_config.transformer):
+        print_rank_0(f"  {line}")
     optimizer = scheduler = None
     if not training.skip_train:
         optimizer, scheduler = setup_optimizer(model, run_config, config_overrides=config_overrides)

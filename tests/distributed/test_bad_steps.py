@@ -47,6 +47,13 @@ SPREAD: dict[str, Flags] = {
     "in backward": {**OVERLAPPED_SMALL_BUCKETS, "optimizer-in-backward": True, "optimizer-in-backward-clip": "exact"},
     "pipeline": {"pipeline-model-parallel-size": 2},
     "experts": {"expert-model-parallel-size": 2, "overlap-grad-reduce": True},
+    "experts in 8 bits": {
+        "expert-model-parallel-size": 2,
+        "moe-expert-rank-capacity-factor": 2,
+        "bf16": True,
+        "fp8-format": "e4m3",
+        "fp8-recipe": "mxfp8",
+    },
 }
 # These are compared with a run that never reads the bad batch. In the other modes, a run that skips the step is
 # compared with a run that rewinds to a checkpoint.

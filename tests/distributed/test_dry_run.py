@@ -22,6 +22,7 @@ from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel import cross_entropy
 from megatron.core.transformer.moe import dispatch_static
 from megatron.core.transformer.moe.dispatch_static import padded_rank_rows
+from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import SavedBytes
 from megatron.planner.plan import Plan, RankPlan, plan_run
@@ -46,6 +47,14 @@ PAGES: Flags = {
     "moe-paged-stash-buffer-size-factor-cpu": 0.5,
     "moe-paged-stash-page-size": 2,
 }
+# The first and the last of four layers compute in bf16.
+IN_8_BITS: Flags = {
+    **EXPERTS,
+    "num-layers": 4,
+    "fp8-format": "e4m3",
+    "fp8-recipe": "mxfp8",
+    "first-last-layers-bf16": True,
+}
 CHUNKS: Flags = {"num-layers": 4, "pipeline-model-parallel-size": 2, "num-virtual-stages-per-pipeline-rank": 2}
 # The first stage has no experts.
 UNEVEN: Flags = {
@@ -69,6 +78,7 @@ LIKE_GPUS: Flags = {"bf16": False, "attention-backend": "unfused"}
 # Features that do not combine with others use a separate run; all other properties share runs.
 ON_TWO: dict[str, tuple[str, Flags]] = {
     "saved by experts": ("moe", {**LIKE_GPUS, **EXPERTS}),
+    "peak of experts in 8 bits": ("moe", {**LIKE_GPUS, **IN_8_BITS}),
     "peak of shards": ("dense", {**LIKE_GPUS, **OVERLAPPED_SMALL_BUCKETS}),
     "peak of recompute": ("dense", {**LIKE_GPUS, **FULL}),
     "peak of gradient shards on hosts": ("dense", {**LIKE_GPUS, **OFFLOAD, "optimizer": "distributed_fused_adam"}),
@@ -78,6 +88,7 @@ ON_TWO: dict[str, tuple[str, Flags]] = {
     ),
     "even rows": ("moe", {"expert-model-parallel-size": 2, "moe-token-dispatcher-type": "alltoall"}),
     "dynamic experts": ("moe", {"expert-model-parallel-size": 2}),
+    "experts in 8 bits": ("moe", {**IN_8_BITS, **PAGES}),
     "shards": ("dense", {"use-torch-fsdp2": True, "init-model-with-meta-device": True}),
     "in backward": ("dense", {"optimizer-in-backward": True, "clip-grad": 0.0}),
     "gradient shards": ("dense", {"optimizer": "distributed_fused_adam"}),
@@ -161,6 +172,7 @@ UNEQUAL = ("shards", "gradient shards", "even rows", "experts", "narrow instance
 # Activations saved by the first microbatch are measured before the steps.
 SAVED = [
     *(name for name in RUNS if name.startswith("saved")),
+    "peak of experts in 8 bits",
     "peak of shards",
     "peak of sequences",
     "peak of gradient shards on hosts",
@@ -322,11 +334,13 @@ def _held(run: TrainingRun, activations: dict[str, int], host_activations: int) 
     flats = [buffer for chunk in run.model for buffer in chunk.all_buffers]
     params = [param for chunk in run.model for param in chunk.parameters()]
     buffers = [buffer for chunk in unwrap_model(run.model) for buffer in chunk.buffers()]
+    experts = [part for chunk in run.model for part in chunk.modules() if isinstance(part, GroupedMLP)]
+    in_8_bits = [linear.packed for part in experts for linear in part.quantized_weights() or ()]
     pool = None if run.expert_memory is None or run.expert_memory.stash is None else run.expert_memory.stash.pool
     assert run.optimizer is not None
     return Held(
         torch.distributed.get_rank(run.groups.pp),
-        _memory([*params, *buffers, *(flat.param_data for flat in flats if not flat.param_data.is_meta)]),
+        _memory([*params, *buffers, *in_8_bits, *(flat.param_data for flat in flats if not flat.param_data.is_meta)]),
         _memory([grads for flat in flats for grads in _standing_grads(flat)]),
         **run.optimizer.state_bytes,
         pages=0 if pool is None else pool.arena.nbytes,

@@ -98,16 +98,24 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "bf16": (False, True),
     "dispatcher": ("allgather", "alltoall"),
     "alignment": (1, GPU_ROW_ALIGNMENT),
+    "experts": ("plain", "mxfp8", "blockwise", "mixed"),
+}
+EXPERTS: dict[str, Flags] = {
+    "plain": {},
+    "mxfp8": {"fp8-format": "e4m3", "fp8-recipe": "mxfp8"},
+    "blockwise": {"fp8-format": "e4m3", "fp8-recipe": "blockwise"},
+    "mixed": {"fp8-format": "e4m3", "fp8-recipe": "mxfp8", "first-last-layers-bf16": True},
 }
 
 
 def _is_possible(choice: Choice) -> bool:
     """Returns whether a choice saves activations to stash and, with offloading, activations to offload.
 
-    At least one layer must wait for the backward of another. Experts with adapters cannot be split over ranks.
+    At least one layer must wait for the backward of another. Experts with adapters cannot be split over ranks, and
+    compute in the precision of the parameters.
     """
     again, around = choice.get("recompute") == "full", choice.get("around")
-    if around == "adapters" and choice.get("layout") == "etp 2":
+    if around == "adapters" and (choice.get("layout") == "etp 2" or choice.get("experts", "plain") != "plain"):
         return False
     if choice.get("layout") in ONE_LAYER_A_CHUNK:
         waits = choice["layout"] != "pp 4" or choice.get("microbatches") != 1
@@ -155,7 +163,10 @@ def _flags(choice: Choice) -> Flags:
     else:
         sizes = {"global-batch-size": num}
     dtype, kind = {"bf16": choice["bf16"]}, {"moe-token-dispatcher-type": choice["dispatcher"]}
-    return {**flags, **RECOMPUTE[choice["recompute"]], **dtype, **kind, **AROUND[choice["around"]], **sizes}
+    around = {**RECOMPUTE[choice["recompute"]], **AROUND[choice["around"]], **EXPERTS[choice["experts"]]}
+    if "fp8-format" in around and "ep" in choice["layout"] and choice["dispatcher"] == "alltoall":
+        kind["moe-dispatch-fwd-dtype"] = around["fp8-recipe"]
+    return {**flags, **dtype, **kind, **around, **sizes}
 
 
 def _compare_all(choices: Sequence[Choice]) -> list[list[StepPages]]:
@@ -203,7 +214,8 @@ def _assert_effect(choice: Choice, steps: list[StepPages]) -> None:
     pool = choice["pool"]
     totals = {name: sum(vars(step)[name] for step in steps) for name in EFFECTS}
     # The room for padding is larger than the rows of these batches.
-    may_lack_rows = pool != "over budget" or ("ep" in choice["layout"] and choice["alignment"] == 1)
+    is_padded = choice["alignment"] > 1 or choice["experts"] != "plain"
+    may_lack_rows = pool != "over budget" or ("ep" in choice["layout"] and not is_padded)
     lacking = [name for name, pools in EFFECTS.items() if pool in pools and may_lack_rows and not totals[name]]
     assert not lacking, (choice, totals)
     assert pool != "large" or not any(totals.values()), (choice, totals)

@@ -152,8 +152,21 @@ def drawn(ranks: int, number: int, attempt: int) -> Draw:
     policy = choose.choice(["recompute", "recompute", "rerun"])
     pool = stash(device, host, page_size=page, prefetch_layers=choose.choice([0, 1, 2]), overflow_policy=policy)
     pool["moe-paged-stash-compute"] = choose.choice(["pages", "pages", "copies"])
+    if rank is None and choose.random() < 0.3:
+        flags |= _in_8_bits(choose, num_layers=int(flags["num-layers"]), sends=one.ep > 1)
     sizes = {"e": experts, "H": hidden, "F": ffn, "2F": 2 * ffn if is_gated else 0, "r": rank or 0, "page": page}
     return Draw(flags, pool, sizes)
+
+
+def _in_8_bits(choose: random.Random, *, num_layers: int, sends: bool) -> Flags:
+    """Draws how experts compute in 8 bits. sends: whether rows may be sent to other ranks."""
+    recipe = choose.choice(["blockwise", "mxfp8"])
+    flags: Flags = {"fp8-format": "e4m3", "fp8-recipe": recipe}
+    if sends and choose.random() < 0.5:
+        flags |= {"moe-token-dispatcher-type": "alltoall", "moe-dispatch-fwd-dtype": recipe}
+    if num_layers > 2 and choose.random() < 0.3:
+        flags |= {"first-last-layers-bf16": True, "num-layers-at-start-in-bf16": choose.choice([0, 1])}
+    return flags
 
 
 class _Watch:

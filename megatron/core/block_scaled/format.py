@@ -28,6 +28,18 @@ _PITCH = 16
 
 
 @dataclass(frozen=True)
+class SquareBlocks:
+    """A stack of matrices that are quantized in square blocks. height, width: of one matrix. See [Note: square blocks].
+
+    form: format of the blocks.
+    """
+
+    form: "BlockFormat"
+    height: int
+    width: int
+
+
+@dataclass(frozen=True)
 class BlockFormat:
     """Format of block-scaled rows. See [Note: packed rows].
 

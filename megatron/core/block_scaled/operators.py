@@ -245,7 +245,7 @@ def _check_elements(name: str, x: Rows) -> None:
     _check_dtype(name, x)
     if type(x) is PagedRows:
         return
-    if x.dim() != 2 or (x.shape[-1] > 1 and x.stride(-1) != 1):
+    if x.dim() != 2 or (x.stride(-1) != 1 and x.shape[-1] > 1 and x.shape[0] > 0):
         raise ValueError(
             f"{name} has shape {list(x.shape)} and strides {list(x.stride())}: must have 2 dimensions and "
             "adjacent columns"

@@ -24,7 +24,8 @@ from megatron.core.distributed.collectives import Handle, ReductionPolicy, gathe
 from megatron.core.distributed.consistency import GradChecks
 from megatron.core.distributed.iteration import CollectiveTrace
 from megatron.core.distributed.layout import BucketLayout, FlatBuffer, ParamRange, ParamSlot, Span
-from megatron.core.process_groups_config import group_rank
+from megatron.core.distributed.packed_params import PackedParams
+from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import (
     added_to_main_grad,
     clear_added_to_main_grad,
@@ -48,7 +49,7 @@ class BufferSettings:
     `all`, of parameters whose gradients accumulate in fp32 although a narrower dtype is reduced. split: whether bucket
     boundaries may split parameters. comm_dtype: all-gather dtype of parameters; None means the parameters' dtype.
     raw_dtype: the integer dtype to which gathered parameters are reinterpreted for sending; None sends them in
-    comm_dtype.
+    comm_dtype. packs: whether all parameters are weights of experts in 8 bits, and are gathered in 8 bits.
     """
 
     group: dist.ProcessGroup | None
@@ -62,6 +63,7 @@ class BufferSettings:
     split: bool = False
     comm_dtype: torch.dtype | None = None
     raw_dtype: torch.dtype | None = None
+    packs: bool = False
 
 
 class _ParamAndGradBucket:
@@ -71,8 +73,9 @@ class _ParamAndGradBucket:
     optimizer updates; owned_part: the same span, relative to the bucket's start. ranges: the parts of parameters that
     lie in this bucket, with spans relative to its start; empty parameters are omitted. grads: the gradient storage,
     built by `storage`. staged: the message buffer in which parameters are gathered; None if parameters are gathered in
-    place. name: the bucket group's name, for error messages. trace: records the bucket's collectives; None if the
-    bucket does not exist on all ranks of the stage.
+    place. packed: the message in which they are gathered if weights are gathered in 8 bits, else None. name: the bucket
+    group's name, for error messages. trace: records the bucket's collectives; None if the bucket does not exist on all
+    ranks of the stage.
     """
 
     def __init__(
@@ -109,6 +112,9 @@ class _ParamAndGradBucket:
         self.name = ""
         self.trace: CollectiveTrace | None = None
         self.staged: StagedParams | None = StagedParams(self)
+        self.packed: PackedParams | None = None
+        if settings.packs and group_size(settings.group) > 1:
+            self.packed = PackedParams(self.ranges, group=settings.group, numel=layout.span.numel)
         self.grads = storage(self)
 
     def move_in(self, param_data: torch.Tensor) -> None:
@@ -143,15 +149,23 @@ class _ParamAndGradBucket:
     def gather(self) -> Handle:
         """Launches the gather of the parameters, to which each rank contributes its shard. Collective."""
         flat = self.param_data if self.staged is None else self.staged.message()
+        if self.packed is not None:
+            flat = self.packed.message(self.param_data)
         if self.settings.raw_dtype is not None:
             flat = flat.view(self.settings.raw_dtype)
         if self.trace is not None:
             self.trace.record(op="all-gather", group=self.settings.group, flat=flat, bucket=self.name)
         return gather_shards_(flat, self.settings.group)
 
+    def gather_exactly(self) -> Handle:
+        """Launches a gather of parameters as they are, which were gathered in 8 bits before. Collective."""
+        return gather_shards_(self.param_data, self.settings.group)
+
     def complete_gather(self) -> None:
         """Copies gathered parameters into the buffer, unless they were gathered in place."""
-        if self.staged is not None:
+        if self.packed is not None:
+            self.packed.unpack(self.param_data)
+        elif self.staged is not None:
             self.staged.unpack()
 
 

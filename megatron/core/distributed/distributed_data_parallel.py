@@ -397,6 +397,17 @@ class DistributedDataParallel(_BaseDataParallel):
         if not skip_next_bucket_dispatch:
             self.launch_order.prefetch()
 
+    def restore_params(self) -> None:
+        """Gathers parameters as they are, if fp8_param_gather has gathered them in 8 bits. Collective.
+
+        Call it before parameters are read for a checkpoint or a comparison of replicas.
+        """
+        packed = [bucket for group in self._groups for bucket in group.buckets if bucket.packed is not None]
+        if packed:
+            self.launch_order.finish_param_sync(self._groups)
+            for handle in [bucket.gather_exactly() for bucket in packed]:
+                handle.wait()
+
     def start_stale_param_sync(self, *unused: Any) -> None:
         """Starts pending gathers without waiting; used as a schedule's param_sync_func. Collective."""
         if not all_current(self._groups):
@@ -715,6 +726,7 @@ def _build_buffers(
             ),
             high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
             fp32_patterns=tuple(ddp_config.param_name_patterns_for_fp32_local_accumulation),
+            packs=kind.is_packed,
         )
         buffers.append(_new_buffer(kind, named_params, settings=settings, ddp_config=ddp_config, checks=checks))
     return buffers
@@ -733,8 +745,8 @@ def _by_kind(
     for name, param in module.named_parameters():
         if param.requires_grad:
             later = ddp_config.release_gradients and is_completed_later(param, config=config, groups=groups)
-            fp32 = ddp_config.grad_reduce_in_fp32
-            kind = buffer_kind(param, grad_reduce_in_fp32=fp32, experts_apart=apart, completed_later=later)
+            fp32, packs = ddp_config.grad_reduce_in_fp32, ddp_config.fp8_param_gather
+            kind = buffer_kind(param, grad_reduce_in_fp32=fp32, experts_apart=apart, completed_later=later, packs=packs)
             found.setdefault(kind, []).append((name, param))
     return found
 

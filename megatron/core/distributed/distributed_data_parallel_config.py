@@ -101,6 +101,11 @@ class DistributedDataParallelConfig(MegatronConfig):
         help="Parameters, by name patterns or `all`, whose micro-batch gradients accumulate in fp32 although they "
         "are reduced in 16 bits.",
     )
+    fp8_param_gather: bool = config_field(
+        False,
+        help="Gather the weights of experts that compute in 8 bits (--fp8-format) in 8 bits. Results and checkpoints "
+        "are the same. Requires --use-distributed-optimizer, and shards that consist of whole blocks.",
+    )
     overlap_param_gather_with_optimizer_step: bool = config_field(
         False, help="Gather each bucket of parameters as soon as the optimizer has updated it."
     )
@@ -129,6 +134,7 @@ class DistributedDataParallelConfig(MegatronConfig):
     def validate_overlap(self) -> None:
         self._needs("overlap_param_gather", "use_distributed_optimizer", "overlap_grad_reduce")
         self._needs("overlap_param_gather_with_optimizer_step", "overlap_param_gather")
+        self._needs("fp8_param_gather", "use_distributed_optimizer")
         if self.num_distributed_optimizer_instances > 1 and not self.use_distributed_optimizer:
             raise ValueError(
                 "DistributedDataParallelConfig.num_distributed_optimizer_instances is "

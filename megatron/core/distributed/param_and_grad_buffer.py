@@ -28,7 +28,7 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.distributed.layout import BufferLayout, ParamSlot, Span, lay_out
 from megatron.core.logical_tensors import canonical_name
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
-from megatron.core.tensor_parallel.param_attributes import param_facts
+from megatron.core.tensor_parallel.param_attributes import is_quantized, param_facts
 
 __all__ = [
     "BufferKind",
@@ -58,13 +58,14 @@ class BufferKind:
 
     is_expert: whether gradients are reduced over expert-data-parallel ranks. completed_later: set only for released
     gradients that change after their reduction (is_completed_later in grad_hooks.py) and are therefore kept until that
-    change.
+    change. is_packed: whether the parameters are gathered in 8 bits (packed_params.py).
     """
 
     param_dtype: torch.dtype
     grad_dtype: torch.dtype
     is_expert: bool
     completed_later: bool = False
+    is_packed: bool = False
 
 
 class _ParamAndGradBuffer:
@@ -126,6 +127,7 @@ class _ParamAndGradBuffer:
             ),
             high_busbw=ddp_config.pad_buckets_for_high_nccl_busbw,
             fp32_patterns=tuple(ddp_config.param_name_patterns_for_fp32_local_accumulation),
+            packs=ddp_config.fp8_param_gather and all(is_quantized(param) for param, _ in params_with_names),
         )
         is_expert = param_facts(params_with_names[0][0]).is_expert
         named = [(param_to_name.get(param, name), param) for param, name in params_with_names]
@@ -315,16 +317,22 @@ class _ParamAndGradBuffer:
 
 
 def buffer_kind(
-    param: nn.Parameter, *, grad_reduce_in_fp32: bool, experts_apart: bool, completed_later: bool = False
+    param: nn.Parameter,
+    *,
+    grad_reduce_in_fp32: bool,
+    experts_apart: bool,
+    completed_later: bool = False,
+    packs: bool = False,
 ) -> BufferKind:
     """Returns the kind of the buffer to which a parameter belongs.
 
     experts_apart: whether expert gradients are reduced over different ranks than dense gradients. completed_later: see
-    BufferKind.
+    BufferKind. packs: whether weights of experts that compute in 8 bits are gathered in 8 bits.
     """
     # Gradients of fp64 parameters, used for exact references, stay in fp64.
     wide = torch.float32 if grad_reduce_in_fp32 and param.dtype.itemsize < 4 else param.dtype
-    return BufferKind(param.dtype, wide, experts_apart and param_facts(param).is_expert, completed_later)
+    is_expert, is_packed = experts_apart and param_facts(param).is_expert, packs and is_quantized(param)
+    return BufferKind(param.dtype, wide, is_expert, completed_later, is_packed)
 
 
 def shard_buffer(buffer: torch.Tensor, data_parallel_world_size: int) -> list[torch.Tensor]:
@@ -393,7 +401,12 @@ def full_param_layout(
     by_kind: dict[BufferKind, list[nn.Parameter]] = {}
     for param in params:
         if param.requires_grad:
-            kind = buffer_kind(param, grad_reduce_in_fp32=ddp_config.grad_reduce_in_fp32, experts_apart=apart)
+            kind = buffer_kind(
+                param,
+                grad_reduce_in_fp32=ddp_config.grad_reduce_in_fp32,
+                experts_apart=apart,
+                packs=ddp_config.fp8_param_gather,
+            )
             by_kind.setdefault(kind, []).append(param)
     settings = BufferSettings(
         group=None,

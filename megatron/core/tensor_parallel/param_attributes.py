@@ -12,6 +12,7 @@ from typing import Any, Protocol, runtime_checkable
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from megatron.core.block_scaled.format import SquareBlocks
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_rank
 
@@ -118,6 +119,22 @@ def mark_shared(param: nn.Parameter, *, is_copy: bool) -> None:
 def mark_width(param: nn.Parameter, width_mult: float) -> None:
     """Sets the `width_mult` attribute of a matrix, by which optimizers divide its learning rate."""
     vars(param).update(width_mult=width_mult)
+
+
+def set_square_blocks(param: nn.Parameter, blocks: SquareBlocks | None) -> None:
+    """Records how a weight is quantized; None means that modules compute with the weight itself."""
+    vars(param).update(square_blocks=blocks)
+
+
+def is_quantized(param: nn.Parameter) -> bool:
+    """Returns whether modules compute with a weight in 8 bits."""
+    return vars(param).get("square_blocks") is not None
+
+
+def square_blocks_of(param: nn.Parameter) -> SquareBlocks:
+    """Returns how a weight is quantized, for which `is_quantized` is True."""
+    blocks: SquareBlocks = vars(param)["square_blocks"]
+    return blocks
 
 
 def set_main_grad(param: nn.Parameter, grad: Tensor) -> None:

@@ -11,6 +11,7 @@ from typing import ClassVar
 import torch
 
 from megatron.core.config_field import config_field, run_checks, validate_fields
+from megatron.core.transformer.fp8_config import FP8Config
 from megatron.core.transformer.layer_pattern import parse_layer_pattern
 from megatron.core.transformer.paged_stash_config import PagedStashConfig
 from megatron.core.transformer.router_config import RouterConfig, validate_router
@@ -49,7 +50,8 @@ class CapacityConfig:
         None,
         flags=(),
         help="In buffers of a rank's experts, pad the rows of each expert to a multiple of this number; unset: 64 on a "
-        "GPU, whose weight gradients then need no masks, 1 on a CPU. A plan sets the value of its device.",
+        "GPU, whose weight gradients then need no masks, 1 on a CPU. A plan sets the value of its device. With fp8, "
+        "rows are padded to the least common multiple of this number and the block.",
         at_least=1,
     )
 
@@ -65,7 +67,7 @@ class CapacityConfig:
 
 
 @dataclass(kw_only=True)
-class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
+class MoEConfig(RouterConfig, CapacityConfig, FP8Config, PagedStashConfig):
     """Settings of the experts, the layers that contain them, and token dispatch."""
 
     cli_group: ClassVar[str] = "moe"
@@ -111,6 +113,14 @@ class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
         "(symm_mem). No effect with other types. hybridep and ncclep are not supported.",
         choices=("deepep", "hybridep", "ncclep", "symm_mem"),
     )
+    moe_dispatch_fwd_dtype: str = config_field(
+        "bf16",
+        help="Format in which rows are sent to the ranks of their experts: as they are (bf16), or in the 8 bits of "
+        "--fp8-recipe (mxfp8 or blockwise), quantized by the sender. Results are the same. Gradients and results are "
+        "sent as they are, and so are rows of layers that do not compute in 8 bits. Requires "
+        "--moe-token-dispatcher-type alltoall, or flex with symm_mem. No effect if a rank has all experts.",
+        choices=("bf16", "mxfp8", "blockwise"),
+    )
     moe_permute_fusion: bool = config_field(
         False, help="Permute rows into expert order in one pass. No effect, because this is always done."
     )
@@ -120,6 +130,13 @@ class MoEConfig(RouterConfig, CapacityConfig, PagedStashConfig):
 
     def __post_init__(self) -> None:
         validate_fields(self)
+
+    @property
+    def row_alignment(self) -> int:
+        """Number of rows of which each expert has a multiple in static buffers: also of whole blocks in 8 bits."""
+        form = self.block_format
+        # Of all layers, so that they share the sizes of their buffers.
+        return math.lcm(super().row_alignment, 1 if form is None else form.block)
 
 
 def layers_with_experts(
@@ -174,12 +191,31 @@ def validate_dispatcher(config: MoEConfig) -> None:
             "moe_token_dispatcher_type is flex but moe_expert_rank_capacity_factor is not set: its backends fill "
             "fixed-size buffers, so set the factor, or use --moe-token-dispatcher-type alltoall"
         )
+    _check_sent_rows(config)
     if not config.moe_shared_expert_overlap:
         return
     if config.moe_shared_expert_intermediate_size is None:
         raise ValueError("moe_shared_expert_overlap is True: requires moe_shared_expert_intermediate_size")
     if kind != "alltoall":
         raise ValueError(f"moe_shared_expert_overlap is True but moe_token_dispatcher_type is {kind}: must be alltoall")
+
+
+def _check_sent_rows(config: MoEConfig) -> None:
+    dtype, kind = config.moe_dispatch_fwd_dtype, config.moe_token_dispatcher_type
+    if dtype == "bf16":
+        return
+    if config.fp8 is None or config.fp8_recipe != dtype:
+        compute = "bf16" if config.fp8 is None else f"8 bits with fp8_recipe {config.fp8_recipe!r}"
+        raise ValueError(
+            f"moe_dispatch_fwd_dtype is {dtype!r}, but experts compute in {compute}: rows are sent in the 8 bits in "
+            "which experts compute, so set --fp8-format e4m3 and the same --fp8-recipe, or omit it"
+        )
+    if kind == "allgather" or (kind == "flex" and config.moe_flex_dispatcher_backend != "symm_mem"):
+        raise ValueError(
+            f"moe_dispatch_fwd_dtype is {dtype!r} and moe_token_dispatcher_type is {kind}"
+            f"{f' with {config.moe_flex_dispatcher_backend}' if kind == 'flex' else ''}: only alltoall, and flex with "
+            "symm_mem, send rows in 8 bits"
+        )
 
 
 def validate_capacity(config: CapacityConfig) -> None:

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.config_field import config_field, run_checks, validate_fields
 from megatron.core.model_parallel_config import (
     InitMethod,
@@ -33,6 +34,7 @@ from megatron.core.transformer.attention_config import (
     validate_qk_clip,
 )
 from megatron.core.transformer.cuda_graph_config import CudaGraphConfig, normalize_graph_modules
+from megatron.core.transformer.fp8_config import precision_words, validate_fp8
 from megatron.core.transformer.layer_pattern import MAX_LAYERS, parse_layer_pattern
 from megatron.core.transformer.lora_config import LoRAConfig, validate_lora, validate_lora_targets
 from megatron.core.transformer.moe_config import (
@@ -42,7 +44,7 @@ from megatron.core.transformer.moe_config import (
     validate_moe,
     validate_moe_layer_freq,
 )
-from megatron.core.transformer.mtp_config import MTPConfig, validate_mtp
+from megatron.core.transformer.mtp_config import MTPConfig, validate_mtp, with_mtp_layers
 from megatron.core.transformer.mup_config import MuPConfig, resolve_mup
 from megatron.core.transformer.offload_config import (
     OffloadConfig,
@@ -177,6 +179,7 @@ class TransformerConfig(
             partial(fill_in_sizes, self),
             partial(validate_gated_unit, self),
             partial(validate_moe, self),
+            partial(validate_precision_of_experts, self),
             partial(validate_activations, self),
             partial(validate_layout_of_layers, self),
         )
@@ -226,6 +229,15 @@ class TransformerConfig(
             self.embedding_init_method = (
                 self.unscaled_init_method if of_embeddings is None else NormalInit(of_embeddings)
             )
+
+    def block_format_of(self, layer_number: int | None) -> BlockFormat | None:
+        """Returns the format of the operands of a layer's experts, or None if they compute in bf16.
+
+        layer_number: starts at 1. first_last_layers_bf16 does not affect layers of multi-token prediction, which are
+        None or above num_layers.
+        """
+        in_bf16 = self.is_first_or_last_in_bf16(layer_number, num_layers=self.num_layers)
+        return None if in_bf16 else self.block_format
 
     @property
     def hidden_dtype(self) -> torch.dtype:
@@ -340,6 +352,34 @@ def fill_in_sizes(config: TransformerConfig) -> None:
         config.expert_tensor_parallel_size = config.tensor_model_parallel_size
     if config.moe_ffn_hidden_size is None:
         config.moe_ffn_hidden_size = config.ffn_hidden_size
+
+
+def validate_precision_of_experts(config: TransformerConfig) -> None:
+    """Raises ValueError for unsupported settings of 8-bit experts, or if they would have no effect."""
+    validate_fp8(
+        config,
+        params_dtype=config.params_dtype,
+        lora_rank=config.lora_rank,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        moe_expert_rank_capacity_factor=config.moe_expert_rank_capacity_factor,
+        num_layers=config.num_layers,
+        has_experts=_has_experts_with_mtp(config),
+    )
+
+
+def precision_lines(config: TransformerConfig) -> tuple[str, ...]:
+    """Returns a log line about the layers whose experts compute in 8 bits, or nothing without such layers."""
+    return precision_words(
+        config,
+        params_dtype=config.params_dtype,
+        num_layers=config.num_layers,
+        has_experts=_has_experts_with_mtp(config),
+    )
+
+
+def _has_experts_with_mtp(config: TransformerConfig) -> list[int]:
+    has_experts = layers_with_experts(config.num_moe_experts, config.moe_layer_freq, num_layers=config.num_layers)
+    return with_mtp_layers(has_experts, config.mtp_num_layers)
 
 
 def validate_activations(config: TransformerConfig) -> None:

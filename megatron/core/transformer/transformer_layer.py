@@ -107,7 +107,7 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         model. The attribute layer_number is always the number within the model. pp_layer_offset: number of layers
         before the chunk; None means the result of get_transformer_layer_offset. pg_collection: this rank's groups; None
         means the groups of parallel_state, if they exist. vp_stage: index of the chunk in its stage. is_mtp_layer:
-        passed to the feed-forward part. name: accepted without effect.
+        passed to the feed-forward part, as is the number of the layer. name: accepted without effect.
         """
         super().__init__(config, vp_stage)
         groups = pg_collection or existing_process_groups()
@@ -137,7 +137,13 @@ class TransformerLayer(GraphableMegatronModule, Drawing):
         self.required_nones = needed_by(type(self.self_attention).forward, _ALWAYS_NONE)
         self.self_attn_bda = build_module(submodules.self_attn_bda)
         self.pre_mlp_layernorm = build_module(submodules.pre_mlp_layernorm, **norm)
-        offered = {"pg_collection": groups, "tp_group": or_alone(groups.tp), "is_mtp_layer": is_mtp_layer}
+        offered = {
+            "pg_collection": groups,
+            "tp_group": or_alone(groups.tp),
+            "is_mtp_layer": is_mtp_layer,
+            # A layer of multi-token prediction is built with the number of the last layer, and is not the last one.
+            "layer_number": None if is_mtp_layer else layer_number,
+        }
         self.mlp = build_offering(submodules.mlp, offered, config=config)
         self.mlp_takes_padding = bool(accepted_by(type(self.mlp).forward, {"padding_mask": None}))
         self.mlp_bda = build_module(submodules.mlp_bda)

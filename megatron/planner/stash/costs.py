@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.transformer.moe.paged_stash import Counter
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, peak_pages
 from megatron.core.transformer.moe.paged_stash.page_layout import PagesByPriority
@@ -17,16 +18,17 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     StepNeeds,
     buffer_row_bytes,
     encoding_words,
-    expert_specs,
     gain_line,
     prefetch_groups,
     scratch_sets,
     stash_footprint,
+    stored_row_bytes,
 )
 from megatron.planner.stash.outlook import Outlook
 from megatron.planner.stash.routing import RoutingSpan
 from megatron.planner.stash.stages import PlannedRun, StashFlags
 from megatron.planner.stash.walk import StepLevel
+from megatron.planner.work import multiplied_dtype, scaled_dtype
 from megatron.training.compute.devices import Device
 
 _WHERE = {
@@ -84,20 +86,26 @@ class Machine:
     """Rates of one device, per second, and the time that the stash's work takes on it without overlap.
 
     flops: FLOPs of grouped GEMMs. copied_bytes: bytes read plus bytes written in device memory. host_bytes: bytes in
-    one direction between device and host.
+    one direction between device and host. scaled_flops: FLOPs of grouped GEMMs in 8 bits; None if the run has none.
     """
 
     flops: float
     copied_bytes: float
     host_bytes: float
+    scaled_flops: float | None = None
 
     @classmethod
-    def of(cls, device: Device, dtype: torch.dtype) -> "Machine":
-        """Reads a device's rates. Raises ValueError if configs/devices.yaml lists no rate for the dtype."""
+    def of(cls, device: Device, dtype: torch.dtype, *, form: BlockFormat | None = None) -> "Machine":
+        """Reads a device's rates. Raises ValueError if configs/devices.yaml lists no rate for the dtype.
+
+        form: format of the experts that compute in 8 bits, or None.
+        """
+        scaled = None if form is None else device.tflops(multiplied_dtype(scaled_dtype(form), device))
         return cls(
             flops=device.tflops(_DTYPES[dtype]) * 1e12 * device.attainable_matmul,
             copied_bytes=device.memory_gb_s * 1e9 * device.attainable_memory,
             host_bytes=device.host_bytes_s,
+            scaled_flops=None if scaled is None else scaled * 1e12 * device.attainable_matmul,
         )
 
     def compute_seconds(self, expert: ExpertShape, num_rows: int) -> float:
@@ -166,7 +174,8 @@ def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan],
         counters, page_bytes = stage.counters, stage.page_bytes
         moved = _most(counters[Counter.LIVE_BYTES])
         planned = _most(counters[Counter.PLANNED_PAGES]) * page_bytes
-        compute = machine.compute_seconds(expert, round(_most(rows)))
+        time_share = _time_share(plan.flags, machine, layers=run.stages[number].layers)
+        compute = machine.compute_seconds(expert, round(_most(rows))) * time_share
         needs = run.needs(
             plan.flags,
             number,
@@ -180,9 +189,11 @@ def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan],
                 number,
                 forward=compute / 3,
                 backward=compute * 2 / 3,
-                stash=0.0 if plan.flags.stash_computes_in_pages else _copy_seconds(plan.flags, machine, moved),
+                stash=0.0
+                if plan.flags.stash_computes_in_pages
+                else _copy_seconds(plan.flags, machine, moved, layers=run.stages[number].layers),
                 spill=machine.host_seconds(_most(counters[Counter.SPILLED_PAGES]) * page_bytes),
-                gate_up=machine.gate_up_seconds(expert, round(_most(stage.dropped_rows))),
+                gate_up=machine.gate_up_seconds(expert, round(_most(stage.dropped_rows))) * time_share,
                 footprint=footprint,
                 waiting_groups=_waiting_groups(needs),
                 tail_share=1 - moved / planned if planned else 0.0,
@@ -192,10 +203,19 @@ def stage_costs(run: PlannedRun, plan: Outlook, *, spans: Sequence[RoutingSpan],
     return costs
 
 
-def _copy_seconds(flags: StashFlags, machine: Machine, moved: float) -> float:
-    stored = sum(spec.row_bytes for spec in expert_specs(flags, rows=0))
-    whole = buffer_row_bytes(flags)
+def _copy_seconds(flags: StashFlags, machine: Machine, moved: float, *, layers: Sequence[int]) -> float:
+    forms = [flags.block_format_of(layer) for layer in layers]
+    stored = sum(stored_row_bytes(flags, form) for form in forms)
+    whole = sum(buffer_row_bytes(flags, form) for form in forms)
     return machine.copy_seconds(moved, encoded_from=0.0 if whole == stored else moved * whole / stored)
+
+
+def _time_share(flags: StashFlags, machine: Machine, *, layers: Sequence[int]) -> float:
+    """Returns the time of the layers' GEMMs relative to the time without 8 bits, if all layers have equal rows."""
+    if machine.scaled_flops is None:
+        return 1.0
+    in_8_bits = sum(flags.block_format_of(layer) is not None for layer in layers)
+    return 1 + in_8_bits / len(layers) * (machine.flops / machine.scaled_flops - 1)
 
 
 def _expert_shape(flags: StashFlags) -> ExpertShape:

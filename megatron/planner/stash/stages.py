@@ -10,6 +10,7 @@ from functools import lru_cache
 import torch
 from torch import nn
 
+from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAlltoAllTokenDispatcher,
     MoEStaticTokenDispatcher,
@@ -33,6 +34,8 @@ class StashFlags:
     In a run, StashSettings validates the values.
     """
 
+    num_layers: int
+    block_format_of: Callable[[int | None], BlockFormat | None]
     hidden_size: int
     moe_ffn_hidden_size: int
     gated_linear_unit: bool

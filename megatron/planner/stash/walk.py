@@ -5,7 +5,7 @@ Uses the paged stash's own functions for sizes and decisions. outlook.py summari
 
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -400,7 +400,9 @@ class StageWalk:
             return None
         specs = self.needs.specs
         if not self._flags.stash_recomputes:
-            specs = [replace(spec, priority=Priority.INPUT) for spec in specs]
+            specs = {
+                name: [replace(spec, priority=Priority.INPUT) for spec in of_group] for name, of_group in specs.items()
+            }
         most = self._max_rows
         rows = {layer: np.minimum(part.rows[layer], most).astype(np.int64) for layer in self.layers}
 
@@ -430,7 +432,8 @@ class StageWalk:
         for move in self._run.stages[self._stage].moves(self._num_microbatches, 0):
             if move.is_taken:
                 live = part.rows[layer_of(move.group[0])][move.group[1]].astype(np.int64)
-                pages[move.group] = sum(-(-live * spec.row_bytes // self.needs.page_bytes) for spec in self.needs.specs)
+                specs = self.needs.specs[move.group[0]]
+                pages[move.group] = sum(-(-live * spec.row_bytes // self.needs.page_bytes) for spec in specs)
                 held = held + pages[move.group]
                 peak = np.maximum(peak, held)
             else:
@@ -517,11 +520,12 @@ class StageWalk:
 
 def _reserve(needs: StepNeeds, num_rows: int) -> list[ReserveRow]:
     """Returns the pages that each forward of a step leaves free, given that each forward has num_rows rows."""
-    own = pages_for(needs.specs, num_rows, layout=PoolLayout(needs.page_bytes, 1))
+    layout = PoolLayout(needs.page_bytes, 1)
+    own = {name: pages_for(specs, num_rows, layout=layout) for name, specs in needs.specs.items()}
     resident = resident_groups(needs.events)
 
     def pages(group: GroupKey) -> PagesByPriority:
-        return PagesByPriority() if group in resident else own
+        return PagesByPriority() if group in resident else own[group[0]]
 
     return reserve_table(needs.events, pages, at_least=pages)
 
@@ -535,21 +539,23 @@ def simulate_pools(
     moves: Sequence[PageMove],
     rows: RowsOf,
     *,
-    specs: Sequence[TensorSpec],
+    specs: Mapping[str, Sequence[TensorSpec]],
     sizes: PoolSizes,
     num_steps: int,
     reserves: Reserves | None = None,
 ) -> PoolOutcomes:
     """Simulates S = num_steps steps with the given page moves. Each step starts with empty pools.
 
-    specs: tensors of Priority.INPUT and GATE_UP. No group may have more rows than its buffers.
+    specs: tensors of Priority.INPUT and GATE_UP of each group, by its name. No group may have more rows than its
+    buffers.
     """
     shape = num_steps, len(sizes.device_pages)
     tiers = tuple(np.broadcast_to(pages, shape).astype(np.int64) for pages in (sizes.device_pages, sizes.host_pages))
     counters: dict[Counter, np.ndarray] = {counter: np.zeros(shape, dtype=np.int64) for counter in _COUNTED}
     account = PageAccount(sizes.page_bytes, (tiers[0], tiers[1]), list(tiers), counters)
     held: dict[GroupKey, tuple[np.ndarray, np.ndarray]] = {}
-    dropped_rows, by_priority = np.zeros(shape, dtype=np.int64), [specs[index] for index in planning_order(specs)]
+    dropped_rows = np.zeros(shape, dtype=np.int64)
+    by_priority = {name: [own[index] for index in planning_order(own)] for name, own in specs.items()}
     for move in moves:
         if not move.is_taken:
             pages, on_host = held.pop(move.group)
@@ -558,7 +564,7 @@ def simulate_pools(
         left_free = None if reserves is None else reserves.of(move.forward_index)
         pages, on_host = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
         live = rows(move.group)
-        for spec in by_priority:
+        for spec in by_priority[move.group[0]]:
             got = account.allocate(
                 live,
                 row_bytes=spec.row_bytes,

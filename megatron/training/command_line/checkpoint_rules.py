@@ -69,6 +69,7 @@ _RUN = """
     moe_router_dtype moe_router_bias_update_rate moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff
     moe_input_jitter_eps moe_router_force_load_balancing moe_enable_routing_replay moe_expert_capacity_factor
     moe_token_drop_policy moe_pad_expert_input_to_capacity mtp_loss_scaling_factor
+    fp8 fp8_recipe first_last_layers_bf16 num_layers_at_start_in_bf16 num_layers_at_end_in_bf16
     decoupled_lr decoupled_min_lr apply_wd_to_qk_layernorm adam_beta1 adam_beta2 adam_eps sgd_momentum clip_grad
     muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv
     loss_scale min_loss_scale loss_scale_window hysteresis optimizer_in_backward optimizer_in_backward_clip
@@ -92,8 +93,9 @@ _FREE = """
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank microbatch_group_size_per_vp_stage
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split pipeline_model_parallel_layout overlap_p2p_comm
-    moe_grouped_gemm moe_token_dispatcher_type moe_flex_dispatcher_backend moe_permute_fusion moe_shared_expert_overlap
-    moe_per_layer_logging moe_expert_rank_capacity_factor moe_paged_stash moe_paged_stash_compute moe_paged_stash_dtype
+    moe_grouped_gemm moe_token_dispatcher_type moe_flex_dispatcher_backend moe_dispatch_fwd_dtype moe_permute_fusion
+    moe_shared_expert_overlap moe_router_padding_for_quantization moe_per_layer_logging
+    moe_expert_rank_capacity_factor moe_paged_stash moe_paged_stash_compute moe_paged_stash_dtype
     moe_paged_stash_page_size moe_paged_stash_buffer_size_factor_cuda moe_paged_stash_buffer_size_factor_cpu
     moe_paged_stash_buffer_bytes
     moe_paged_stash_prefetch_layers moe_paged_stash_copy_sms moe_paged_stash_overflow_policy

@@ -151,6 +151,6 @@ def with_flag_names(message: str, table: FlagTable) -> str:
         flags[name] = flag.flags[0] if flag.constant is not False else name
     message = re.sub(r"\b[A-Z]\w*Config\.(\w+)", lambda match: flags.get(match[1], match[1]), message)
     # A one-word field is replaced at the start of a line only. Inside a sentence it is an ordinary word.
-    message = re.sub(r"^([a-z]+)(?= is | has )", lambda match: flags.get(match[1], match[1]), message, flags=re.M)
+    message = re.sub(r"^([a-z]+[0-9]*)(?= is | has )", lambda match: flags.get(match[1], match[1]), message, flags=re.M)
     # Excludes paths, assignments and attributes, which are code or files.
     return re.sub(r"(?<![-\w/.])([a-z0-9]+_\w+)\b(?![=/]|\.\w)", lambda match: flags.get(match[1], match[1]), message)

@@ -236,6 +236,11 @@ def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, s
             "each gather of parameters allocates memory, but graphs require persistent memory",
         ),
         (
+            "--fp8-param-gather is given",
+            args.fp8_param_gather,
+            "fully_shard gathers parameters in their own dtype",
+        ),
+        (
             "--fine-grained-activation-offloading is given",
             args.fine_grained_activation_offloading,
             _OFFLOADED,
@@ -251,6 +256,11 @@ def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, s
 def check_optimizer(args: argparse.Namespace) -> Iterator[str]:
     """Sets arguments implied by distributed_fused_adam and --optimizer-in-backward, and yields conflicting flags."""
     yield from _check_in_backward(args)
+    if args.fp8_param_gather and args.fp8 is None:
+        yield (
+            "--fp8-param-gather is given without --fp8-format: only weights of experts that compute in 8 bits are "
+            "gathered in 8 bits; add --fp8-format e4m3, or drop the flag"
+        )
     args.shard_gradients = False
     if args.optimizer != "distributed_fused_adam":
         return
@@ -261,6 +271,11 @@ def check_optimizer(args: argparse.Namespace) -> Iterator[str]:
             f"--cuda-graph-impl is {args.cuda_graph_impl}",
             args.cuda_graph_impl != "none",
             "gradients are allocated during each backward, but graphs require persistent gradients",
+        ),
+        (
+            "--fp8-param-gather is given",
+            args.fp8_param_gather,
+            "it gathers parameters in buckets of its own, in the dtype of its all-gather",
         ),
         (
             "--ddp-debug is given",

@@ -18,6 +18,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.state_memory import StateBytes, state_bytes_of
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
+from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import unwrap_model
@@ -42,6 +43,25 @@ def gradient_tensors(model: Sequence[nn.Module]) -> Iterator[Tensor]:
             yield from (flat for buffer in chunk.all_buffers for flat in buffer.persistent_grads)
 
 
+def parameter_bytes(model: Sequence[nn.Module]) -> int:
+    """Returns the bytes of the chunks' parameters, module buffers, and weights in 8 bits, once a step has run."""
+    return bytes_of(parameter_tensors(model)) + quantized_bytes(model)
+
+
+def quantized_bytes(model: Sequence[nn.Module]) -> int:
+    """Returns the bytes of the chunks' weights in 8 bits, which experts allocate in their first forward."""
+    modules = (part for chunk in model for part in unwrap_model(chunk).modules())
+    return sum(quantized_bytes_of(part) for part in modules)
+
+
+def quantized_bytes_of(module: nn.Module) -> int:
+    """Returns the bytes of a module's own weights in 8 bits; 0 for modules other than experts."""
+    if not isinstance(module, GroupedMLP) or module.quantized is None:
+        return 0
+    hidden, ffn, row_bytes = module.config.hidden_size, module.ffn_hidden_size, module.quantized.form.row_bytes
+    return module.num_local_experts * (hidden * row_bytes(module.fc1_width) + ffn * row_bytes(hidden))
+
+
 def bytes_of(tensors: Iterable[Tensor]) -> int:
     """Returns the total bytes of the tensors' storages, each counted once. A DTensor counts with its local shard.
 
@@ -63,7 +83,7 @@ def held_bytes(
     if memory is not None and memory.stash is not None:
         pages = memory.stash.pool.num_bytes
     return {
-        "parameters": bytes_of(parameter_tensors(model)),
+        "parameters": parameter_bytes(model),
         "gradients": bytes_of(gradient_tensors(model)),
         **optimizer.state_bytes,
         "pages": pages["device_pages"] + pages["scratch"],
@@ -86,7 +106,7 @@ def persistent_fit(model: Sequence[nn.Module], run_config: RunConfig) -> Persist
     largest sum of all ranks is compared with this rank's device. Ranks on CPUs share the memory of their machine.
     """
     device = default_device()
-    needed = bytes_of(parameter_tensors(model)) + bytes_of(gradient_tensors(model))
+    needed = parameter_bytes(model) + bytes_of(gradient_tensors(model))
     chunks = [chunk for chunk in model if isinstance(chunk, _BaseDataParallel)]
     if not run_config.training.skip_train:
         config = run_config.optimizer

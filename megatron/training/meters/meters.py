@@ -16,14 +16,14 @@ from torch import nn
 from megatron.core.device import device_name
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.optimizer.state_memory import state_bytes_of
+from megatron.core.optimizer.state_memory import StateBytes, state_bytes_of
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.timers import Timers, format_times
 from megatron.training.callbacks import RankTimes, StepReport
 from megatron.training.compute.devices import peak_bf16_tflops
 from megatron.training.compute.flops import num_operations_of_samples
 from megatron.training.config import LoggingConfig, RunConfig
-from megatron.training.meters.memory import HeldMemoryMeter, MemoryMeter
+from megatron.training.meters.memory import HeldMemoryMeter, MemoryMeter, quantized_bytes
 from megatron.training.meters.overlap import OverlapMeter
 from megatron.training.meters.routing import RoutingMeter
 from megatron.training.meters.stash import StashMeter
@@ -67,7 +67,9 @@ def build_meters(
     expert_memory: None unless expert buffers have a fixed size.
     """
     chunks = [chunk for chunk in model if isinstance(chunk, _BaseDataParallel)]
-    state = None if optimizer is None else state_bytes_of(chunks, optimizer.config)
+    state = None
+    if optimizer is not None:
+        state = state_bytes_of(chunks, optimizer.config) + StateBytes(parameters=quantized_bytes(model))
     meters: list[Meter] = [MemoryMeter(device, logging.log_interval, state=state, has_notes=not logging.is_compact)]
     groups = get_process_groups()
     if optimizer is not None:

@@ -348,7 +348,7 @@ def stash_timeline(step: StepFigures) -> dict[str, Any]:
         group = move.group
         if move.is_taken:
             reserve = step.reserve[move.forward_index] if step.reserve else (0, 0, 0)
-            pool.plan(group, step.specs, num_rows=rows.get(group, 0), reserve=reserve)
+            pool.plan(group, step.specs[group[0]], num_rows=rows.get(group, 0), reserve=reserve)
             changes.append([move.place, *_pages_of(group, pool, sign=1)])
         else:
             changes.append([move.place, *_pages_of(group, pool, sign=-1)])
@@ -371,7 +371,7 @@ def pages_to_keep_all(step: StepFigures) -> int:
             num_held -= held.pop(move.group)
             continue
         reserve = step.reserve[move.forward_index] if step.reserve else (0, 0, 0)
-        own = pages_for(step.specs, rows.get(move.group, 0), layout=step.layout)
+        own = pages_for(step.specs[move.group[0]], rows.get(move.group, 0), layout=step.layout)
         most = max([most, *(num_held + own.up_to(kind) + reserve[kind] for kind in Priority if own[kind])])
         held[move.group] = sum(own)
         num_held += held[move.group]

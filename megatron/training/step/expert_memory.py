@@ -8,7 +8,7 @@ import copy
 import functools
 from collections import Counter as Multiset
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -51,10 +51,10 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     check_effect,
     check_encoding,
     expected_share,
-    expert_specs,
     gain_line,
     grown_sizes,
     learned_lines,
+    mean_row_bytes,
     page_size_on_gpu,
     pool_bytes,
     pool_layout,
@@ -92,9 +92,9 @@ class StepFigures:
     With a stash: layout: sizes of the pool. counters: values at the end of the step. tail_bytes: unused bytes in pages
     that the step allocated. pages_wanted: peak number of pages if every tensor is stashed. balanced_pages: this peak
     for the longest step planned so far, with balanced_rows in every forward. events: passes of expert groups, in order.
-    specs: tensors that a group stashes. reserve: pages that each forward leaves free; () for none. prefetch_groups:
-    number of groups that release their pages ahead of their backward. Without a stash, layout is None and the other
-    fields are empty or 0.
+    specs: tensors that a group stashes, by its name. reserve: pages that each forward leaves free; () for none.
+    prefetch_groups: number of groups that release their pages ahead of their backward. Without a stash, layout is None
+    and the other fields are empty or 0.
     """
 
     layout: PoolLayout | None
@@ -109,7 +109,7 @@ class StepFigures:
     factor_needed: float
     num_discards: int
     events: tuple[StashEvent, ...]
-    specs: tuple[TensorSpec, ...]
+    specs: Mapping[str, Sequence[TensorSpec]]
     buffer_rows: int
     reserve: tuple[ReserveRow, ...]
     prefetch_groups: int
@@ -251,8 +251,7 @@ class ExpertMemory:
         self._balanced_rows = self._dispatchers[0].budget.balanced_live_rows(tokens_per_rank) if layers else 0
         with flags_named_in_errors():
             check_encoding(config)
-        row_bytes = sum(spec.row_bytes for spec in expert_specs(config, rows=0))
-        self._learned = LearnedSizes(expert_ranks=expert_ranks, row_bytes=row_bytes)
+        self._learned = LearnedSizes(expert_ranks=expert_ranks, row_bytes=mean_row_bytes(config))
         # Largest number of rows of a forward, relative to balanced routing: in each recent step, in the discarded
         # attempts at the current step, and in the steps before the loaded checkpoint.
         self._recent_shares: deque[float] = deque(maxlen=RESERVE_STEPS)
@@ -378,14 +377,14 @@ class ExpertMemory:
         return functools.reduce(LearnedSizes.merged, gather_objects(self._learned, dist.group.WORLD))
 
     @property
-    def _max_rows(self) -> int:
-        """C, the number of rows of an expert buffer, which is the same for every layer."""
-        return self._dispatchers[0].budget.rows_of_rank(self._tokens)
+    def max_rows(self) -> int:
+        """C, the number of rows of an expert buffer, the same for every layer; 0 on a stage without experts."""
+        return self._dispatchers[0].budget.rows_of_rank(self._tokens) if self._dispatchers else 0
 
     def _needs(self, num_microbatches: int | None) -> StepNeeds:
         planned = self._config.moe_paged_stash and num_microbatches is not None
         events = self._schedule.events(num_microbatches) if planned else ()
-        rows = self._max_rows if events else 0
+        rows = self.max_rows if events else 0
         return step_needs(self._config, events, max_rows=rows, balanced_rows=self._balanced_rows)
 
     def _plan(self, num_microbatches: int) -> None:
@@ -459,7 +458,7 @@ class ExpertMemory:
             events=self.needs.events if self._is_planned else None,
             reserved_share=self._expected_share(),
             has_rungs=self._config.stash_recomputes,
-            specs=self.needs.specs if self._is_planned else (),
+            specs=self.needs.specs if self._is_planned else None,
             streams=self._streams,
             computes_in_pages=self._config.stash_computes_in_pages,
             dtype=self._config.moe_paged_stash_dtype,
@@ -470,7 +469,7 @@ class ExpertMemory:
         # In the first steps of a resumed run, the share is based on the steps before its checkpoint.
         before = self._share_before if len(self._recent_shares) < RESERVE_STEPS else 0.0
         most = max(before, self._attempted_share, *self._recent_shares)
-        return expected_share(most, balanced_rows=self._balanced_rows, max_rows=self._max_rows)
+        return expected_share(most, balanced_rows=self._balanced_rows, max_rows=self.max_rows)
 
     def _needed_sizes_sync(self) -> tuple[Shortfall | None, LearnedSizes]:
         """Returns this rank's shortfall, and sizes that would have sufficed. NOTE: reads the device.
@@ -510,7 +509,7 @@ class ExpertMemory:
             rows=tuple(rows.values()),
             passes=tuple(self.step.passes),
             balanced_rows=self._balanced_rows,
-            buffer_rows=self._max_rows if self._dispatchers else 0,
+            buffer_rows=self.max_rows,
             pages_wanted=needs.pages(lambda group: rows.get(group, 0)),
             balanced_pages=self._longest_pages,
             capacity_factor=self._capacity_factor,
@@ -518,7 +517,7 @@ class ExpertMemory:
             factor_needed=min(float(self.step.factor_needed), self._capacity_factor),
             num_discards=self._num_discards,
             events=tuple(needs.events),
-            specs=tuple(needs.specs),
+            specs=needs.specs,
             reserve=self.stash.reserve
             if self.stash is not None and self._config.stash_recomputes and self._is_planned
             else (),

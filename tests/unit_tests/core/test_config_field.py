@@ -108,9 +108,9 @@ class OfInterface(TransformerConfig, Abstract):
 
 
 def test_absent_fields_accept_their_defaults() -> None:
-    config = TransformerConfig(**SIZES, fp8=None, gtp_remat_opt_in_modules=[])
+    config = TransformerConfig(**SIZES, fp4=None, gtp_remat_opt_in_modules=[])
     assert config == TransformerConfig(**SIZES)
-    assert config.fp8 is None and config.gtp_remat_opt_in_modules == [] and config.fp8_recipe == "delayed"
+    assert config.fp4 is None and config.gtp_remat_opt_in_modules == [] and config.fp4_recipe == "nvfp4"
     assert DistributedDataParallelConfig(megatron_fsdp_main_params_dtype=torch.float32) == (
         DistributedDataParallelConfig()
     )
@@ -121,9 +121,10 @@ def test_absent_fields_accept_their_defaults() -> None:
 
 def test_absent_fields_refuse_other_values_by_name_with_problems_of_other_fields() -> None:
     with pytest.raises(ValueError) as caught:
-        TransformerConfig(**SIZES, fp8="e4m3", moe_latent_size=3, layernorm_epsilon=-1.0)
+        TransformerConfig(**SIZES, fp4="e2m1", moe_latent_size=3, layernorm_epsilon=-1.0)
     assert str(caught.value).splitlines() == [
-        "TransformerConfig.fp8 is 'e4m3': 8- and 4-bit training is not supported: use --bf16; keep the default None",
+        "TransformerConfig.fp4 is 'e2m1': 4-bit training is not supported: use --bf16, or --fp8-format e4m3 for "
+        "experts in 8 bits; keep the default None",
         "TransformerConfig.moe_latent_size is 3: experts operate on the full hidden size: use --moe-ffn-hidden-size "
         "for smaller experts; keep the default None",
         "TransformerConfig.layernorm_epsilon is -1.0: must be more than 0",
@@ -132,10 +133,10 @@ def test_absent_fields_refuse_other_values_by_name_with_problems_of_other_fields
 
 @pytest.mark.parametrize("config_class", [TransformerConfig, MLATransformerConfig, OfUser, OfInterface])
 def test_absent_fields_are_accepted_and_refused_by_subclasses(config_class: type[TransformerConfig]) -> None:
-    config = config_class(**SIZES, fp8=None, bias_dropout_fusion=True)
+    config = config_class(**SIZES, fp4=None, bias_dropout_fusion=True)
     assert config.bias_dropout_fusion is True and config.persist_layer_norm is False
-    with pytest.raises(ValueError, match=rf"^{config_class.__name__}\.fp8 is 'hybrid': .*; keep the default None$"):
-        config_class(**SIZES, fp8="hybrid")
+    with pytest.raises(ValueError, match=rf"^{config_class.__name__}\.fp4 is 'e2m1': .*; keep the default None$"):
+        config_class(**SIZES, fp4="e2m1")
     with pytest.raises(TypeError, match=rf"{config_class.__name__}\..*unexpected keyword argument 'no_such_field'"):
         config_class(**SIZES, no_such_field=1)
     with pytest.raises(AttributeError, match=rf"'{config_class.__name__}' object has no attribute 'no_such_field'"):
@@ -145,10 +146,10 @@ def test_absent_fields_are_accepted_and_refused_by_subclasses(config_class: type
 
 
 def test_absent_fields_reach_constructors_of_users() -> None:
-    config = WithInit(16, apply_rope_fusion=True, fp8=None)
+    config = WithInit(16, apply_rope_fusion=True, fp4=None)
     assert (config.hidden_size, config.persist_layer_norm, config.apply_rope_fusion) == (16, True, True)
-    with pytest.raises(ValueError, match=r"^WithInit\.fp8 is 'e4m3'"):
-        WithInit(16, fp8="e4m3")
+    with pytest.raises(ValueError, match=r"^WithInit\.fp4 is 'e2m1'"):
+        WithInit(16, fp4="e2m1")
 
 
 def test_a_subclass_may_have_a_field_that_is_absent_otherwise() -> None:
@@ -163,21 +164,21 @@ def test_a_subclass_may_have_a_field_that_is_absent_otherwise() -> None:
 @pytest.mark.parametrize("config_class", [TransformerConfig, OfUser, OfInterface, OfProtocol])
 def test_values_without_effect_survive_copies(config_class: type[TransformerConfig]) -> None:
     config = config_class(**SIZES, bias_dropout_fusion=True, batch_p2p_comm=False)
-    larger = dataclasses.replace(config, num_layers=4, fp8=None, persist_layer_norm=True)
+    larger = dataclasses.replace(config, num_layers=4, fp4=None, persist_layer_norm=True)
     assert larger.num_layers == 4 and larger.persist_layer_norm and not config.persist_layer_norm
     for copied in (copy.copy(config), copy.deepcopy(config), pickle.loads(pickle.dumps(config)), larger):
         assert copied.bias_dropout_fusion is True and copied.batch_p2p_comm is False
         assert copied.tp_comm_overlap is False
     assert config != dataclasses.replace(config, bias_dropout_fusion=False)
     with pytest.raises(ValueError, match="keep the default None"):
-        dataclasses.replace(config, fp8="e4m3")
+        dataclasses.replace(config, fp4="e2m1")
 
 
 def test_absent_values_contain_only_absent_fields() -> None:
     with pytest.raises(ValueError, match=r"^TransformerConfig\.hidden_size is 8: is not a field of this class"):
         TransformerConfig(**SIZES, absent_values={"hidden_size": 8})
-    with pytest.raises(ValueError, match=r"^TransformerConfig\.absent_values is \['fp8'\]: must be a dict"):
-        TransformerConfig(**SIZES, absent_values=["fp8"])
+    with pytest.raises(ValueError, match=r"^TransformerConfig\.absent_values is \['fp4'\]: must be a dict"):
+        TransformerConfig(**SIZES, absent_values=["fp4"])
 
 
 def test_absent_fields_can_be_assigned() -> None:
@@ -185,8 +186,8 @@ def test_absent_fields_can_be_assigned() -> None:
     config.tp_comm_overlap = True
     assert config.tp_comm_overlap is True and config != TransformerConfig(**SIZES)
     assert dataclasses.replace(config, num_layers=4).tp_comm_overlap is True
-    config.fp8 = "e4m3"
-    with pytest.raises(ValueError, match=r"^TransformerConfig\.fp8 is 'e4m3'"):
+    config.fp4 = "e2m1"
+    with pytest.raises(ValueError, match=r"^TransformerConfig\.fp4 is 'e2m1'"):
         dataclasses.replace(config, num_layers=4)
 
 

@@ -1,6 +1,7 @@
 """Plans of runs: saved tensors, peaks of schedules, printed lines. tests/distributed/test_dry_run.py compares runs."""
 
 from collections import Counter
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -8,8 +9,9 @@ from torch import nn
 
 from megatron.core.pipeline_parallel.schedule import one_forward_one_backward
 from megatron.planner.activations import SavedBytes, peak_bytes
+from megatron.planner.plan import with_planned_device
 from megatron.planner.work import EXPERTS
-from megatron.training.arguments import parse_args, validate_args
+from megatron.training.arguments import parse_args, read_run_config, validate_args
 from megatron.training.command_line.errors import CommandLineError
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.unit_tests.planner.plans import planned
@@ -48,6 +50,21 @@ def test_a_plan_names_its_ranks_and_assumptions() -> None:
 def test_passes_allocate_temporary_memory() -> None:
     (stage,) = planned("dense", {})[0].stages
     assert stage.memory.temporary.passes > 0 and stage.memory.peak > stage.memory.total
+
+
+@pytest.mark.parametrize(("recipe", "on_cpu", "on_gpu"), [("mxfp8", 32, 64), ("blockwise", 128, 128)])
+@pytest.mark.parametrize("has_gpu", [False, True])
+def test_rows_in_8_bits_have_the_alignment_of_the_planned_device(
+    recipe: str, on_cpu: int, on_gpu: int, has_gpu: bool
+) -> None:
+    flags: Flags = {"bf16": True, "fp8-format": "e4m3", "fp8-recipe": recipe, "moe-expert-rank-capacity-factor": 2.0}
+    run_config = read_run_config([*command_line({**read_bases()["moe"], **flags}), "--dry-run"])
+    for plans_for_gpu, aligned in ((False, on_cpu), (True, on_gpu)):
+        with (
+            patch("torch.cuda.is_available", return_value=has_gpu),
+            patch("megatron.planner.plan.plans_for_gpu", return_value=plans_for_gpu),
+        ):
+            assert with_planned_device(run_config).transformer.row_alignment == aligned
 
 
 def test_padded_expert_rows_are_counted() -> None:

@@ -78,6 +78,26 @@ def test_memory_of_layers_adds_up_to_stages(model: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
+    "flags",
+    ["", "--moe-paged-stash --moe-paged-stash-compute pages", "--moe-paged-stash --moe-paged-stash-dtype mxfp8"],
+)
+@pytest.mark.parametrize("ends", [(1, 1), (3, 0)])
+def test_memory_of_layers_in_two_precisions_adds_up_to_stages(flags: str, ends: tuple[int, int]) -> None:
+    layout = "--num-layers 6 --pipeline-model-parallel-size 2 --expert-model-parallel-size 8 --micro-batch-size 1"
+    precision = "--moe-expert-rank-capacity-factor 2 --fp8-format e4m3 --fp8-recipe mxfp8 --first-last-layers-bf16"
+    precision += f" --num-layers-at-start-in-bf16 {ends[0]} --num-layers-at-end-in-bf16 {ends[1]}"
+    words = ["--model", "mixtral-8x7b", *ALWAYS.split(), *DISPATCH, *f"{layout} {precision} {flags}".split()]
+    run_config = read_run_config(words)
+    provider, step = pretrain_gpt.model_provider, pretrain_gpt.forward_step
+    planned = plan_run(run_config, provider, forward_step_func=step).stages
+    quick = quick_stages(run_config, measure_memory(run_config, provider, forward_step=step))
+    for whole, added in zip(planned, quick, strict=True):
+        assert added.states == whole.memory.states and added.pages == whole.memory.pages
+        assert +added.activations.by_kind == +whole.memory.activations.by_kind
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
     "flags", ["--use-distributed-optimizer", "--use-distributed-optimizer --ddp-num-buckets 3", ""]
 )
 def test_offloaded_states_add_up_to_stages(flags: str) -> None:

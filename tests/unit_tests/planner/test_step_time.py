@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.planner.step_time import Overlap, StepTime, estimate_step, overlap_of
 from megatron.planner.work import (
@@ -18,10 +19,11 @@ from megatron.planner.work import (
     kernel_seconds,
     message_seconds,
     ranks_in_node,
+    scaled_dtype,
 )
 from megatron.training.arguments import parse_args
 from megatron.training.command_line.config_builder import run_config_of
-from megatron.training.compute.devices import Device
+from megatron.training.compute.devices import Device, device_of_name
 
 # Rates per second: 10^12 FLOPs, 10^9 bytes of memory, 10^9 bytes inside a node and half of that between nodes.
 DEVICE = Device(
@@ -84,8 +86,28 @@ def test_a_kernel_takes_the_longest_of_arithmetic_bytes_and_launch() -> None:
     assert kernel_seconds(replace(product, num_bytes=4e9), DEVICE) == 4.0
     assert kernel_seconds(replace(product, unit=Unit.MEMORY), DEVICE) == 1.0
     assert kernel_seconds(replace(product, unit=Unit.MEMORY), replace(DEVICE, kernel_us=2e6)) == 2.0
-    with pytest.raises(ValueError, match="round does not support fp8 matrix multiplications"):
-        kernel_seconds(replace(product, dtype="fp8"), DEVICE)
+    with pytest.raises(ValueError, match="round does not support bf16 matrix multiplications"):
+        kernel_seconds(product, replace(DEVICE, bf16_tflops=None))
+
+
+@pytest.mark.parametrize(("name", "blockwise", "mxfp8"), [
+    ("H100", "fp8", "bf16"),
+    ("H800", "fp8", "bf16"),
+    ("B200", "fp8", "fp8"),
+    ("GB200", "fp8", "fp8"),
+    ("L40S", "bf16", "bf16"),
+    ("MI300X", "bf16", "bf16"),
+    ("A100", "bf16", "bf16"),
+    ("cpu", "bf16", "bf16"),
+])  # fmt: skip
+def test_products_in_8_bits_take_the_time_of_the_arithmetic_of_the_device(
+    name: str, blockwise: str, mxfp8: str
+) -> None:
+    device = device_of_name(name, source="test")
+    for block, dtype in ((128, blockwise), (32, mxfp8)):
+        product = Kernel("experts", Unit.MATMUL, scaled_dtype(BlockFormat(block)), 3e15, 1e3)
+        share = device.tflops(dtype) * 1e12 * device.attainable_matmul
+        assert kernel_seconds(product, device) == pytest.approx(3e15 / share)
 
 
 def test_one_stage_computes_all_the_time() -> None:

@@ -1,8 +1,11 @@
 """Kernels of a planned step: FLOPs per pass as in the log, and recomputation counted separately."""
 
+from collections import Counter
+
 import pytest
 
 import pretrain_gpt
+from megatron.core.block_scaled.format import BlockFormat
 from megatron.planner.plan import Plan, plan_run
 from megatron.planner.step_time import run_time
 from megatron.planner.work import Kernels, Unit
@@ -12,6 +15,7 @@ from megatron.training.compute.devices import planned_device
 from tests.functional_tests.case import Flags, command_line, read_bases
 
 STATIC: Flags = {"moe-grouped-gemm": True, "moe-expert-rank-capacity-factor": 2.0}
+IN_8_BITS: Flags = {**STATIC, "fp8-format": "e4m3", "fp8-recipe": "mxfp8"}
 ALL_LAYERS: Flags = {
     "recompute-granularity": "full",
     "recompute-method": "uniform",
@@ -82,6 +86,33 @@ def test_backward_kernels_have_the_kind_of_their_module() -> None:
             for kernels in (chunk.forward, chunk.backward)
         )
         assert forward > 0 and backward == 2 * forward + (0.5 * scores if kind == "attention" else 0.0), kind
+
+
+def test_experts_in_8_bits_multiply_and_quantize_packed_rows_and_quantize_weights_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("MEGATRON_PLAN_DEVICE", "cpu")
+    (stage,) = _plan("moe", IN_8_BITS).stages
+    chunk, layers, experts, form = stage.load.chunks[0], 2, 4, BlockFormat(32)
+    hidden, ffn, tokens, topk = 32, 32, 2 * 32, 2
+    # All choices have rows on the only rank. Each expert has less than a block of padding, half a block on average.
+    rows, live = (tokens * topk + experts * padding for padding in (form.block - 1, form.block // 2))
+    rows = rows // form.block * form.block
+    product = 2 * live * hidden * 2 * ffn, 2 * live * ffn * hidden
+    forward, backward = (
+        Counter(one.flops for one in kernels.elements() if one.dtype == "mxfp8")
+        for kernels in (chunk.forward, chunk.backward)
+    )
+    assert forward == dict.fromkeys(product, layers)
+    assert backward == dict.fromkeys(product, 2 * layers), "gradients of rows and of weights"
+    moved = {one.num_bytes for one in chunk.forward if one.kind == "experts" and not one.flops}
+    x, act = form.row_bytes(hidden), form.row_bytes(ffn)
+    assert tokens * (2 * hidden + x) in moved, "tokens are quantized before they are copied into rows"
+    assert rows * (2 * 2 * ffn + 4 + act) + 8 in moved, "gate_up, routing weights and act"
+    once = Counter({one.num_bytes: n for one, n in stage.load.update.items() if one.kind == "experts"})
+    packed = experts * hidden * form.row_bytes(2 * ffn), experts * ffn * form.row_bytes(hidden)
+    weights = experts * hidden * 2 * ffn * 2, experts * ffn * hidden * 2
+    assert once == {own + copy: layers for own, copy in zip(weights, packed)}
 
 
 def test_an_activation_is_one_kernel_that_moves_its_rows_once() -> None:

@@ -25,6 +25,9 @@ MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16
 RUN = "--micro-batch-size 2 --global-batch-size 4 --train-iters 2 --lr 0.001".split()
 DATA = "--mock-data --tokenizer-type NullTokenizer --vocab-size 64".split()
 EXPERTS = "--num-experts 4 --moe-router-topk 2 --moe-grouped-gemm --disable-bias-linear --swiglu".split()
+DROPLESS = "--num-experts 4 --moe-grouped-gemm"
+STATIC_WITHOUT_GEMM = "--num-experts 4 --moe-expert-rank-capacity-factor 1.5"
+STATIC = f"{STATIC_WITHOUT_GEMM} --moe-grouped-gemm"
 # Megatron-LM's recipe for the paged stash, with the HybridEP dispatcher, fused layers and FP8 GEMMs.
 STASH = """
     --moe-token-dispatcher-type flex --moe-flex-dispatcher-backend hybridep --moe-hybridep-num-sms 32
@@ -72,6 +75,24 @@ def test_a_command_that_works_as_it_is_stays_as_it_is() -> None:
          "--cp-comm-type a2a+p2p --hierarchical-context-parallel-sizes 2 4", Effect.SAME),
         ("--fp8-format hybrid --bf16", "--bf16", Effect.DIFFERENT),
         ("--fp8-format hybrid", "--bf16", Effect.DIFFERENT),
+        (f"{DROPLESS} --fp8-format e4m3", f"{DROPLESS} --bf16", Effect.DIFFERENT),
+        (f"{DROPLESS} --fp8-format e4m3 --fp8-recipe tensorwise --first-last-layers-bf16", f"{DROPLESS} --bf16",
+         Effect.DIFFERENT),
+        (f"{STATIC} --fp8-format e4m3 --fp8-recipe blockwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2",
+         f"{STATIC} --fp8-format e4m3 --fp8-recipe blockwise --first-last-layers-bf16 --num-layers-at-end-in-bf16 2",
+         Effect.DIFFERENT),
+        (f"{STATIC} --fp8-format hybrid --fp8-recipe mxfp8 --moe-router-padding-for-fp8",
+         f"{STATIC_WITHOUT_GEMM} --fp8-format e4m3 --moe-grouped-gemm --fp8-recipe mxfp8 --moe-router-padding-for-fp8",
+         Effect.DIFFERENT),
+        (f"{DROPLESS} --fp8-format e4m3 --fp8-recipe mxfp8 --num-layers-at-end-in-bf16 2",
+         "--num-experts 4 --fp8-format e4m3 --moe-grouped-gemm --moe-expert-rank-capacity-factor 2 --fp8-recipe mxfp8",
+         Effect.DIFFERENT),
+        (f"{DROPLESS} --moe-expert-capacity-factor 1 --fp8-format e4m3 --fp8-recipe mxfp8",
+         f"{DROPLESS} --moe-expert-capacity-factor 1 --bf16", Effect.DIFFERENT),
+        ("--num-experts 4 --fp8-recipe mxfp8 --num-layers-at-start-in-bf16 2", "--num-experts 4", Effect.SAME),
+        (f"{STATIC} --fp8-format e4m3 --fp8-recipe mxfp8 --num-layers-at-start-in-bf16 2"
+         " --moe-dispatch-fwd-dtype mxfp8",
+         f"{STATIC} --fp8-format e4m3 --fp8-recipe mxfp8", Effect.DIFFERENT),
         ("--optimizer dist_muon --muon-coefficient-type simple",
          "--optimizer muon --use-distributed-optimizer --muon-coefficient-type simple", Effect.SAME),
         ("--optimizer muon", "--optimizer muon", Effect.DIFFERENT),

@@ -244,12 +244,12 @@ def test_transformer_config_follows_from_model_flags() -> None:
 
 
 def test_wrong_words_unknown_flags_and_refused_ones_are_told_together(tmp_path: Path) -> None:
-    words = "--num-layers two --lr abc --fp8-format hybrid --nonsense --optimizer muon --muon-coefficient-type quintic"
+    words = "--num-layers two --lr abc --no-fp8-wgrad --nonsense --optimizer muon --muon-coefficient-type quintic"
     assert [line.partition(": ")[0] for line in error_of(words).splitlines()] == [
         error_of("--nonsense"),
         "--num-layers",
         "--lr",
-        "--fp8-format is hybrid",
+        "--no-fp8-wgrad",
         "--muon-coefficient-type is quintic",
     ]
     file = tmp_path / "run.yaml"

@@ -21,16 +21,6 @@ from megatron.core.transformer.moe.permutation import Routing
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
-class DispatchedTokens(NamedTuple):
-    """Rows that this rank's experts receive, sorted by expert.
-
-    hidden_states: [R, H], the tokens' dtype. probs: [R], the routing weight of each row.
-    """
-
-    hidden_states: Tensor
-    probs: Tensor
-
-
 class RowDemand(NamedTuple):
     """Number of rows that one routing requires beyond this rank's static buffers, and the required capacity factor.
 

@@ -292,22 +292,27 @@ class CollectiveTransport:
 class RowExchange:
     """Differentiable all-to-all of rows. `start` launches it, `wait` completes it; backward exchanges the gradients.
 
-    send, receive: numbers of rows to and from each rank; None means the same number for every rank. See [Note:
-    overlapped exchanges].
+    send, receive: numbers of rows to and from each rank; None means the same number for every rank. received: packed
+    rows, if any were sent, valid after `wait`. See [Note: overlapped exchanges].
     """
 
     transport: RowTransport
     send: list[int] | None = None
     receive: list[int] | None = None
+    received: Tensor | None = field(init=False, default=None)
     # Also keeps a reference to the sent rows. Without it, their memory could be reused while it is still being read.
     _running: RowsUnderWay | None = field(init=False, default=None)
 
-    def start(self, rows: Tensor) -> Tensor:
-        """Launches the exchange; rows: [R, *], float, sorted by receiver. Returns the input of `wait`. Collective."""
-        return _Start.apply(rows, self)
+    def start(self, rows: Tensor, packed: Tensor | None = None) -> Tensor:
+        """Launches the exchange; rows: [R, *], float, sorted by receiver. Returns the input of `wait`. Collective.
+
+        packed: [R, bytes], uint8, sent instead of the rows, which are then a placeholder; so is the result of `wait`.
+        Gradients are exchanged in the rows' shape and dtype in both cases.
+        """
+        return _Start.apply(rows, self, packed)
 
     def wait(self, started: Tensor) -> Tensor:
-        """Returns the received rows, sorted by sender: [R', *], the rows' dtype."""
+        """Returns the received rows, or a placeholder, sorted by sender: [R', *], the rows' dtype."""
         return _Wait.apply(started, self)
 
     def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> Tensor:
@@ -332,14 +337,18 @@ class _Start(PlainFunction):
     """Launches the exchange in forward; backward completes the exchange that _Wait's backward launched."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: RowExchange) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, exchange: RowExchange, packed: Tensor | None) -> Tensor:
         ctx.exchange = exchange
-        return exchange.launch(rows, send=exchange.send, receive=exchange.receive)
+        received = exchange.launch(rows if packed is None else packed, send=exchange.send, receive=exchange.receive)
+        if packed is None:
+            return received
+        exchange.received = received
+        return rows.new_empty(received.shape[0], *rows.shape[1:])
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return ctx.exchange.finish(), None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return ctx.exchange.finish(), None, None
 
 
 class _Wait(PlainFunction):

@@ -33,13 +33,15 @@ import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.core.block_scaled.format import BlockFormat
+from megatron.core.block_scaled.operators import quantize_rows
 from megatron.core.device import default_device
 from megatron.core.group_collectives import all_gather_rows
 from megatron.core.parallel_state import existing_process_groups
@@ -49,7 +51,6 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.dispatch import (
-    DispatchedTokens,
     MoETokenDispatcher,
     RowDemand,
     own_experts,
@@ -68,6 +69,7 @@ from megatron.core.transformer.moe.static_rows import (
     aligned_rows,
     expert_of_received_rows,
     gather_live_rows,
+    gather_packed_rows,
     order_by_expert,
     order_by_rank,
     sum_live_rows,
@@ -181,6 +183,18 @@ def padded_sum(rows: float | np.ndarray, padding: float | np.ndarray, alignment:
     return padded
 
 
+class SentRows(NamedTuple):
+    """Rows to send, [*, H], and their weights, [*].
+
+    packed: the rows in 8 bits, [*, bytes], uint8, which are sent instead of the rows; these are then a placeholder, see
+    gather_packed_rows. None means that the rows are sent.
+    """
+
+    rows: Tensor
+    probs: Tensor
+    packed: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class StaticRows:
     """Copies this rank's tokens into the rows to send, ordered by receiving rank, and sums each token's returned rows.
@@ -191,12 +205,17 @@ class StaticRows:
     order: StaticOrder
     num_rows: Tensor
 
-    def take(self, tokens: Tensor, probs: Tensor) -> DispatchedTokens:
+    def take(self, tokens: Tensor, probs: Tensor, form: BlockFormat | None = None) -> SentRows:
         """Copies tokens and their weights into the rows to send.
 
-        tokens: [T, H], float. probs: [T, K], float. Returns rows [*, H] and weights [*], undefined beyond num_rows.
+        tokens: [T, H], float. probs: [T, K], float. form: format of the rows in 8 bits, or None. The result is
+        undefined beyond num_rows.
         """
-        return DispatchedTokens(*gather_live_rows(tokens, probs, order=self.order, num_rows=self.num_rows))
+        if form is None:
+            return SentRows(*gather_live_rows(tokens, probs, order=self.order, num_rows=self.num_rows))
+        packed = quantize_rows(tokens.detach().contiguous(), form)
+        rows, packed, weights = gather_packed_rows(tokens, packed, probs, order=self.order, num_rows=self.num_rows)
+        return SentRows(rows, weights, packed)
 
     def give_back(self, rows: Tensor) -> Tensor:
         """Sums each token's rows; rows: [*, H], float. Returns [T, H]."""
@@ -229,6 +248,7 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         self.group, self.experts = or_alone(groups.tp_ep), local
         self.num_local_experts, self.local_expert_indices = len(local), list(local)
         self._order: StaticOrder | None = None  # order of the rows that dispatch_postprocess returned
+        self._received: Tensor | None = None  # packed rows of the current forward
         self.budget = StaticBudget(
             factor=config.moe_expert_rank_capacity_factor,
             topk=config.moe_router_topk,
@@ -241,6 +261,14 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
     def _record(self, demand: RowDemand, num_tokens: int) -> None:
         """Stores the demand of a dispatch for take_demand; num_tokens: T, tokens per rank."""
         self._demand = demand
+
+    def take_packed(self) -> Tensor | None:
+        """Returns and clears the rows that token_dispatch received in 8 bits, [*, bytes], uint8.
+
+        Returns None if they were not sent in 8 bits. Otherwise token_dispatch has returned a placeholder for them.
+        """
+        received, self._received = self._received, None
+        return received
 
     def set_capacity_factor(self, factor: float) -> None:
         """Replaces moe_expert_rank_capacity_factor for later dispatches."""
@@ -420,12 +448,14 @@ def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRo
 class StaticExchange:
     """Row orders of one forward, which combine reverses.
 
-    sent: this rank's rows, ordered by receiving rank. num_tokens: T.
+    sent: this rank's rows, ordered by receiving rank. num_tokens: T. packed: these rows in 8 bits, if they are sent as
+    such.
     """
 
     rank_rows: RankRows
     sent: StaticRows
     num_tokens: int
+    packed: Tensor | None = None
 
 
 class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
@@ -449,12 +479,14 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         """
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection, row_alignment=row_alignment)
         self.transport = transport or CollectiveTransport(self.group)
+        # Format in which rows are sent to the ranks of their experts; None sends them as they are.
+        self.sent_format: BlockFormat | None = None
         self.layout = layout or rank_row_layout(default_device())
 
     def reserve(self, num_tokens: int, *, row_bytes: int) -> None:
         self.transport.reserve(self.budget.num_ranks * self.budget.rows_of_pair(num_tokens) * row_bytes)
 
-    def order_rows(self, tokens: Tensor, routing: Routing) -> tuple[DispatchedTokens, tuple[RankRows, StaticRows]]:
+    def order_rows(self, tokens: Tensor, routing: Routing) -> tuple[SentRows, tuple[RankRows, StaticRows]]:
         """Exchanges row counts and copies tokens into the rows to send; returns these rows and their order.
 
         tokens: [T, H], any float dtype.
@@ -467,14 +499,12 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         rank_rows = self.layout(expert_indices, sizes)
         # Every row counts as live. Padding is sent as zeros, and the receiving rank ignores it.
         sent = StaticRows(rank_rows.sent, expert_indices.new_full((1,), len(rank_rows.sent.slot_of_row)))
-        return sent.take(tokens, probs), (rank_rows, sent)
+        return sent.take(tokens, probs, self.sent_format), (rank_rows, sent)
 
-    def _begin(
-        self, tokens: Tensor, ordered: tuple[DispatchedTokens, tuple[RankRows, StaticRows]]
-    ) -> tuple[Tensor, Tensor]:
+    def _begin(self, tokens: Tensor, ordered: tuple[SentRows, tuple[RankRows, StaticRows]]) -> tuple[Tensor, Tensor]:
         rows, (rank_rows, sent) = ordered
-        self._passage = StaticExchange(rank_rows, sent, len(tokens))
-        return rows.hidden_states, rows.probs
+        self._passage = StaticExchange(rank_rows, sent, len(tokens), rows.packed)
+        return rows.rows, rows.probs
 
     def token_dispatch(
         self,
@@ -491,10 +521,16 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         require_own_stream(f"{type(self).__name__}.token_dispatch", async_finish, allocate_on_comm_stream)
         probs = require_probs(probs)
         exchanges = self._exchange(), self._exchange()
-        rows, weights = exchanges[0].start(hidden_states), exchanges[1].start(probs.unsqueeze(1))
+        passage: StaticExchange = self._passage
+        rows, weights = exchanges[0].start(hidden_states, passage.packed), exchanges[1].start(probs.unsqueeze(1))
         # Overlaps with the exchange of rows, in backward too.
         self._run_shared_experts()
-        return exchanges[0].wait(rows), exchanges[1].wait(weights).squeeze(1)
+        rows, weights = exchanges[0].wait(rows), exchanges[1].wait(weights).squeeze(1)
+        if passage.packed is not None:
+            # Backward keeps the exchange, and combine the passage, but not the rows.
+            self._received, exchanges[0].received = exchanges[0].received, None
+            self._passage = replace(passage, packed=None)
+        return rows, weights
 
     def order_received(self, hidden_states: Tensor) -> StaticOrder:
         """Sorts received rows by expert; hidden_states: [*, H], any float dtype."""

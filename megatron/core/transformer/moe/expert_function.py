@@ -19,11 +19,16 @@ The gather writes rows there, fc1 reads rows and writes gate_up, and in backward
 of fc1 read them. The pages are released after the last of these. The scale, a number for each row, is then held as
 without a stash, and the low-rank products are computed again.
 
+[Note: rows in 8 bits] Experts with weights in 8 bits quantize x before it is copied into rows, and the gradient of the
+result before it is copied into the gradients of rows. rows, act and both gradients of products are then packed rows of
+bytes; gate_up, output and the gradients of rows and of gate_up are as before. See quantized_experts.py.
+
 [Note: dropped gate_up] If a stash runs out of pages, it drops gate_up, which backward then computes again from the
 rows. The result is bit-identical, because the recomputation runs the same operations in the same order as the forward.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +44,11 @@ from megatron.core.autograd import (
     saved_early,
     unpacked,
 )
+from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.device.torch_internals import active_hooks, graph_is_kept
 from megatron.core.fusions.gated_activation import GatedActivation
 from megatron.core.paged_rows import PagedRows, Rows
-from megatron.core.tensor_parallel.weight_grads import hand_over
+from megatron.core.tensor_parallel.weight_grads import WeightGrad, hand_over
 from megatron.core.transformer.module import LayerParts, Run, run
 from megatron.core.transformer.moe.grouped_gemm import (
     ExpertGrads,
@@ -55,6 +61,7 @@ from megatron.core.transformer.moe.grouped_gemm import (
 from megatron.core.transformer.moe.paged_stash import Recompute, RowsReader, StashedRows, recompute_gate_up
 from megatron.core.transformer.moe.paged_stash.expert_ops import add_bias_to, add_low_rank_to, ops
 from megatron.core.transformer.moe.paged_stash.saved_tensors import say_rows_and_others
+from megatron.core.transformer.moe.quantized_experts import QuantizedGrads, QuantizedLinear, activate, quantize
 from megatron.core.transformer.moe.static_rows import StaticOrder, gather, gather_into, sum_slots
 
 
@@ -80,13 +87,15 @@ class ExpertMath(NamedTuple):
     """Activation and constants of a rank's experts.
 
     is_static: whether rows are in a static buffer. share: fraction of fc2's bias that this rank adds. factors: f of the
-    adapters of fc1 and fc2.
+    adapters of fc1 and fc2. quantized: weights of fc1 and fc2 in 8 bits, if the experts compute in 8 bits, else (None,
+    None); see [Note: rows in 8 bits].
     """
 
     activation: GatedActivation
     is_static: bool
     share: float
     factors: tuple[float, float]
+    quantized: tuple[QuantizedLinear, QuantizedLinear] | tuple[None, None] = (None, None)
 
 
 class _Call(NamedTuple):
@@ -99,6 +108,7 @@ class _Call(NamedTuple):
     num_rows: Tensor | None
     order: StaticOrder | None
     stashed: StashedRows | None
+    packed: Tensor | None
     is_recorded: bool
 
 
@@ -113,28 +123,67 @@ def expert_outputs(
     offsets: Tensor,
     order: StaticOrder | None = None,
     stashed: StashedRows | None = None,
+    packed: Tensor | None = None,
 ) -> Tensor:
     """Applies the experts and multiplies each row's output by its routing weight. Includes the biases.
 
     x: [N, H], parameter dtype, and probs: [N, K], float, with an order, which assigns rows of the buffer to them;
     without one, rows [R, H] sorted by expert, and their weights [R]. parts: runners of expert_fc1 and moe_act, within
     which their tensors are saved. offsets: [e], int32, on the device: end of each expert's rows. stashed: stores the
-    live rows for backward; requires an order. Returns [N, H] with an order, else [R, H], parameter dtype; the result
-    and gradients of rows that are not live are undefined. Gradients of weights and of adapters' A go to their owners,
-    if they have any (weight_grads.py). Second derivatives exist only without a static buffer, biases and adapters, with
-    trainable fc1 weights and torch's kernels, and outside of hooks on saved tensors.
+    live rows for backward; requires an order. packed: x in 8 bits, [N, row_bytes(H)], uint8, if the experts compute in
+    8 bits and x was sent as such; the content of x is then not read. Returns [N, H] with an order, else [R, H],
+    parameter dtype; the result and gradients of rows that are not live are undefined. Gradients of weights and of
+    adapters' A go to their owners, if they have any (weight_grads.py). Second derivatives exist only without a static
+    buffer, biases and adapters, with trainable fc1 weights and torch's kernels, and outside of hooks on saved tensors.
+    Raises ValueError for combinations that do not fit, also for an order that is not aligned to the blocks of 8 bits.
     """
     if order is not None and not math.is_static:
         raise ValueError("order is of a static buffer, but moe_expert_rank_capacity_factor is None: omit order")
     if stashed is not None and order is None:
         raise ValueError("stashed stores rows that this function copies, but order is None: pass the order of the rows")
+    quantized, _ = math.quantized
+    if quantized is not None:
+        _check_quantized(quantized.form, fc1, fc2, x, packed, order=order)
+    elif packed is not None:
+        raise ValueError("packed is x in 8 bits, but the experts have no weights in 8 bits: omit packed")
     num_rows = None
     if math.is_static:
         num_rows = offsets[-1:].long() if order is None else order.num_rows
     # A Function cannot see whether gradients are disabled around it.
-    call = _Call((fc1, fc2), math, parts, offsets, num_rows, order, stashed, torch.is_grad_enabled())
+    call = _Call((fc1, fc2), math, parts, offsets, num_rows, order, stashed, packed, torch.is_grad_enabled())
     result: Tensor = _Experts.apply(call, x, probs, *fc1, *fc2)
     return result
+
+
+def _check_quantized(
+    form: BlockFormat,
+    fc1: ExpertLinear,
+    fc2: ExpertLinear,
+    x: Tensor,
+    packed: Tensor | None,
+    *,
+    order: StaticOrder | None,
+) -> None:
+    """Raises ValueError for what experts in 8 bits do not support; x: [N, H], any dtype; packed: see expert_outputs.
+
+    Operators in 8 bits are called without the checks of their functions. See [Note: direct calls].
+    """
+    if x.dtype != fc1.weight.dtype:
+        raise ValueError(f"x has dtype {x.dtype}: experts in 8 bits have parameters in {fc1.weight.dtype}")
+    if packed is not None:
+        form.check("packed", packed, x.shape[1])
+        if packed.shape[0] != x.shape[0]:
+            raise ValueError(f"packed has {packed.shape[0]} rows: must have one for each of the {x.shape[0]} tokens")
+    if order is None or order.alignment % form.block:
+        raise ValueError(
+            f"experts in 8 bits need the rows of each expert at multiples of {form.block}, but the order is "
+            f"{'missing' if order is None else f'aligned to {order.alignment}'}: use a static dispatcher with "
+            f"row_alignment {form.block}"
+        )
+    if fc1.lora_a is not None or fc2.lora_a is not None:
+        raise ValueError(
+            "experts in 8 bits have low-rank adapters, whose products need rows in the adapters' precision"
+        )
 
 
 _NOTHING = (False,) * 11  # needs_input_grad without gradients
@@ -172,7 +221,10 @@ class _SavedRows:
         if self._stashed is not None:
             hidden = x.shape[1]
             width = call.fcs[0].weight.numel() // (call.offsets.shape[0] * hidden)
-            self.rows, self.gate_up = self._stashed.place((hidden, width), x.dtype) or (None, None)
+            dtype, (quantized, _) = x.dtype, call.math.quantized
+            if quantized is not None:
+                hidden, dtype = quantized.form.row_bytes(hidden), torch.uint8
+            self.rows, self.gate_up = self._stashed.place((hidden, width), (dtype, x.dtype)) or (None, None)
         self.is_in_pages = self.rows is not None
         # In the order of StashedRows.save: the sources of a recomputed gate_up come first.
         self._wanted = {
@@ -215,7 +267,7 @@ class _SavedRows:
         inputs = {name: self._to_stash[name] for name in self._wanted if name in self._to_stash}
         again = None
         if self.may_drop:
-            again = _recompute_of(call, hidden=inputs["rows"].shape[1], recomputes_low=self.is_in_pages)
+            again = _recompute_of(call, rows=inputs["rows"], recomputes_low=self.is_in_pages)
         num_sources = ("rows" in inputs) + ("low1" in inputs)
         self._stashed.save(list(inputs.values()), gate_up, recompute=again, num_sources=num_sources)
         self._to_stash = dict.fromkeys((*inputs, "gate_up"))
@@ -245,13 +297,25 @@ class _SavedRows:
             self._stashed.done(has_failed=has_failed)
 
 
-def _recompute_of(call: _Call, *, hidden: int, recomputes_low: bool) -> Recompute:
+def _recompute_of(call: _Call, *, rows: Rows, recomputes_low: bool) -> Recompute:
     """Returns a function that computes a dropped gate_up again. See [Note: dropped gate_up]."""
     fc1, _ = call.fcs
-    matrices = fc1.weight.view(call.offsets.shape[0], hidden, -1)
+    quantized, _ = call.math.quantized
+    if quantized is not None:
+        return partial(_multiply_again, quantized, fc1.bias, offsets=call.offsets)
+    matrices = fc1.weight.view(call.offsets.shape[0], rows.shape[1], -1)
     low_rank = None if fc1.lora_b is None else (fc1.lora_b, call.math.factors[0])
     low_weight = fc1.lora_a if recomputes_low else None
     return recompute_gate_up(matrices, call.offsets, bias=fc1.bias, low_rank=low_rank, low_weight=low_weight)
+
+
+def _multiply_again(
+    linear: QuantizedLinear, bias: Tensor | None, out: Rows, needed: Tensor, rows: Rows, *, offsets: Tensor
+) -> None:
+    """Computes a dropped gate_up again, [C, 2F], from rows in 8 bits."""
+    linear.multiply_into(out, rows, offsets=offsets, needed=needed)
+    if bias is not None:
+        add_bias_to(out, bias.detach(), scale=None, offsets=offsets, share=1.0, needed=needed)
 
 
 def _kernel_of(
@@ -265,7 +329,7 @@ def _kernel_of(
 class _Experts(PlainFunction):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, probs: Tensor, *tensors: Any) -> Tensor:
-        (fc1, fc2), math, parts, offsets, num_rows, order, _, is_recorded = call
+        (fc1, fc2), math, parts, offsets, num_rows, order, _, packed, is_recorded = call
         # The parameters themselves, because hooks on saved tensors may return different tensors. But not `call`: a
         # runner of its parts may hold a graph that was captured with this node, and a cycle through a node stays alive.
         ctx.fcs, ctx.math = call.fcs, math
@@ -285,26 +349,43 @@ class _Experts(PlainFunction):
         rows: Rows = x
         gate_up: Rows
         scale = probs
+        (quantized1, quantized2), static = math.quantized, math.is_static
         if order is not None:
-            rows, scale = _dispatched(x, probs, order, into=saved.rows)
-        static = math.is_static
-        kernel1 = _kernel_of(rows, fc1.weight, offsets=offsets, is_static=static, is_recomputed=saved.may_drop)
-        low1 = _low_product(fc1, rows, offsets=offsets, is_static=static)
-        if saved.gate_up is None:
+            tokens = x if packed is None else packed
+            if quantized1 is not None and packed is None:
+                tokens = quantize(x.contiguous(), quantized1.form)
+            rows, scale = _dispatched(tokens, probs, order, into=saved.rows)
+        kernel1 = kernel2 = ProductKernel.STASH
+        low1 = low2 = None
+        if quantized1 is None:
+            kernel1 = _kernel_of(rows, fc1.weight, offsets=offsets, is_static=static, is_recomputed=saved.may_drop)
+            low1 = _low_product(fc1, rows, offsets=offsets, is_static=static)
+        if saved.gate_up is not None:
+            gate_up = saved.gate_up
+            if quantized1 is None:
+                multiply_into(gate_up, rows, fc1.weight, offsets=offsets)
+            else:
+                quantized1.multiply_into(gate_up, rows, offsets=offsets)
+        elif quantized1 is not None:
+            gate_up = quantized1.multiply(rows, offsets=offsets, dtype=x.dtype)
+        else:
             assert isinstance(rows, Tensor), "pages for both, or for none"
             gate_up = multiply(rows, fc1.weight, offsets=offsets, kernel=kernel1)
-        else:
-            gate_up = saved.gate_up
-            multiply_into(gate_up, rows, fc1.weight, offsets=offsets)
         _add_to(gate_up, fc1, low1, offsets=offsets, scale=None, share=1.0, factor=math.factors[0])
         saved.save(parts.expert_fc1, rows=None if is_argument else rows, low1=low1)
         saved.save(parts.moe_act, gate_up=gate_up, scale=None if is_argument else scale)
-        act = math.activation(gate_up, scale, num_rows)
-        kernel2 = _kernel_of(act, fc2.weight, offsets=offsets, is_static=static)
-        low2 = _low_product(fc2, act, offsets=offsets, is_static=static)
-        if low2 is not None:
-            saved.save(parts.moe_act, low2=low2)
-        output = multiply(act, fc2.weight, offsets=offsets, kernel=kernel2)
+        if quantized2 is not None:
+            form, activation = quantized2.form, math.activation.form
+            assert activation is not None, "static experts have an activation with a name"
+            act = activate(gate_up, scale, form, activation=activation, num_rows=num_rows)
+            output = quantized2.multiply(act, offsets=offsets, dtype=x.dtype)
+        else:
+            act = math.activation(gate_up, scale, num_rows)
+            kernel2 = _kernel_of(act, fc2.weight, offsets=offsets, is_static=static)
+            low2 = _low_product(fc2, act, offsets=offsets, is_static=static)
+            if low2 is not None:
+                saved.save(parts.moe_act, low2=low2)
+            output = multiply(act, fc2.weight, offsets=offsets, kernel=kernel2)
         _add_to(output, fc2, low2, offsets=offsets, scale=scale, share=math.share, factor=math.factors[1])
         saved.end(call)
         ctx.kernels = kernel1, kernel2
@@ -390,7 +471,10 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     fc1, fc2 = ExpertLinear(*tensors[:4]), ExpertLinear(*tensors[4:])
     kept = ctx.saved.take()
     rows, scale, low1, low2 = kept.get("rows", x), kept.get("scale", probs), kept.get("low1"), kept.get("low2")
-    if ctx.is_ordered:
+    quantized1, quantized2 = math.quantized
+    form = None if quantized1 is None else quantized1.form
+    encoded = None if form is None else quantize(grad.contiguous(), form)
+    if ctx.is_ordered and (encoded is None or fc2.bias is not None):
         grad = _combined_grad(grad, token_of_row, num_rows=num_rows)
 
     grad_scale = None
@@ -400,8 +484,13 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_gate_up = needs.gate_up
     needs_act = needs_gate_up or needs.probs
     factor1, factor2 = math.factors
-    back = _back_through(fc2, needs.fc2, grad, needs_rows=needs_act, offsets=offsets, factor=factor2)
     bias2 = _bias_grad(ctx.fcs[1].bias, grad, scale=scale, offsets=offsets) if needs.fc2.bias else None
+    dtype = grad.dtype
+    if encoded is not None:
+        grad, encoded = _combined_grad(encoded, token_of_row, num_rows=num_rows), None
+    back = _back_through(
+        fc2, needs.fc2, grad, quantized2, dtype=dtype, needs_rows=needs_act, offsets=offsets, factor=factor2
+    )
     activated = math.activation.gradients(
         back.rows,
         kept["gate_up"],
@@ -417,14 +506,20 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     back.rows = None
     del activated, kept
     b2 = _b_grad(fc2, needs.fc2, low2, act, grad, offsets=offsets, factor=factor2, alignment=ctx.row_alignment)
-    weight2, a2 = _weight_grads(ctx, 1, needs.fc2, act, grad, back.low, offsets=offsets)
+    if form is not None and needs.fc2.weight:
+        act = quantize(act, form, num_rows=num_rows)
+    weight2, a2 = _weight_grads(ctx, 1, needs.fc2, act, grad, back.low, offsets=offsets, num_rows=num_rows)
     fc2_grads = (weight2, bias2, a2, b2)
     del act, low2, grad, back
 
-    back = _back_through(fc1, needs.fc1, grad_gate_up, needs_rows=needs.x, offsets=offsets, factor=factor1)
     bias1 = _bias_grad(ctx.fcs[0].bias, grad_gate_up, scale=None, offsets=offsets) if needs.fc1.bias else None
+    if form is not None and (needs.x or needs.fc1.weight):
+        grad_gate_up = quantize(grad_gate_up, form, num_rows=num_rows)
+    back = _back_through(
+        fc1, needs.fc1, grad_gate_up, quantized1, dtype=dtype, needs_rows=needs.x, offsets=offsets, factor=factor1
+    )
     b1 = _b_grad(fc1, needs.fc1, low1, rows, grad_gate_up, offsets=offsets, factor=factor1, alignment=ctx.row_alignment)
-    weight1, a1 = _weight_grads(ctx, 0, needs.fc1, rows, grad_gate_up, back.low, offsets=offsets)
+    weight1, a1 = _weight_grads(ctx, 0, needs.fc1, rows, grad_gate_up, back.low, offsets=offsets, num_rows=num_rows)
     ctx.saved.done()
     grad_weights = (weight1, bias1, a1, b1, *fc2_grads)
     grad_rows = back.rows
@@ -448,19 +543,26 @@ def _back_through(
     fc: ExpertLinear,
     needs: ExpertLinear,
     grad: Tensor,
+    quantized: QuantizedLinear | None,
     *,
+    dtype: torch.dtype,
     needs_rows: bool,
     offsets: Tensor,
     factor: float,
 ) -> _LinearGrads:
-    """Computes the gradients of fc1 or fc2 that do not depend on its input rows. grad: [R, O]."""
+    """Computes the gradients of fc1 or fc2, in `dtype`, that do not depend on its input rows.
+
+    grad: [R, O], packed if the weights are quantized.
+    """
     grads = _LinearGrads()
     if fc.lora_b is not None and (needs_rows or needs.lora_a):
         grads.low = grad.new_empty(grad.shape[0], fc.lora_b.shape[1])
         ops.grouped_gemm(grad, fc.lora_b.transpose(1, 2), offsets=offsets, out=grads.low)
         # This also scales the undefined contents of rows that are not live.
         grads.low.mul_(factor)
-    if needs_rows:
+    if needs_rows and quantized is not None:
+        grads.rows = quantized.input_grad(grad, offsets=offsets, dtype=dtype)
+    elif needs_rows:
         grads.rows = input_grad(grad, fc.weight, offsets=offsets)
         if fc.lora_a is not None and grads.low is not None:
             grads.rows += input_grad(grads.low, fc.lora_a, offsets=offsets)
@@ -493,11 +595,19 @@ def _b_grad(
 
 
 def _weight_grads(
-    ctx: Any, number: int, needs: ExpertLinear, rows: Rows, grad: Tensor, grad_low: Tensor | None, *, offsets: Tensor
+    ctx: Any,
+    number: int,
+    needs: ExpertLinear,
+    rows: Rows,
+    grad: Tensor,
+    grad_low: Tensor | None,
+    *,
+    offsets: Tensor,
+    num_rows: Tensor,
 ) -> tuple[Tensor | None, Tensor | None]:
     """Passes the gradients of W and A to their owners, or returns them. number: 0 for fc1; rows: [R, I]; grad: [R, O].
 
-    grad_low: of rows A, [R, r].
+    Rows and grad are packed if the weights are quantized. grad_low: of rows A, [R, r].
     """
     fc = ctx.fcs[number]
     # next_functions lists tensors only: x, probs, and the parameters that experts have.
@@ -505,7 +615,14 @@ def _weight_grads(
     weight = a = None
     if needs.weight:
         reader = None if number else ctx.saved.new_reader()
-        product = ExpertGrads(rows, grad, offsets, fc.weight.shape, ctx.kernels[number], ctx.row_alignment, reader)
+        quantized, shape = ctx.math.quantized[number], fc.weight.shape
+        product: WeightGrad
+        if quantized is None:
+            product = ExpertGrads(rows, grad, offsets, shape, ctx.kernels[number], ctx.row_alignment, reader)
+        else:
+            widths = quantized.packed.shape[1], quantized.width
+            dtype = fc.weight.dtype
+            product = QuantizedGrads(rows, grad, quantized.form, widths, num_rows, offsets, shape, dtype, reader)
         weight = hand_over(fc.weight, product, node=ctx.next_functions[place][0])
     if needs.lora_a and grad_low is not None:
         kernel = _kernel_of(rows, fc.lora_a, offsets=offsets, is_static=ctx.math.is_static)

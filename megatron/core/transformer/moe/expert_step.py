@@ -54,7 +54,8 @@ class ExpertStep(torch.nn.Module):
     rows_missing: [1], int64, the largest number of rows by which any buffer was too small; above 0 if rows were
     dropped. factor_needed: [1], fp32, the smallest moe_expert_rank_capacity_factor that would have dropped no rows.
     passes: layer numbers of the forwards, in order; rows: [n], int64, the live rows of each forward. Neither includes
-    recomputed forwards or forwards without gradients. stash: None if autograd saves whole buffers for backward.
+    recomputed forwards or forwards without gradients. stash: None if autograd saves whole buffers for backward. number:
+    of the step since the first `begin`; None before it.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -66,7 +67,7 @@ class ExpertStep(torch.nn.Module):
         self.rows = torch.zeros(0, dtype=torch.int64, device=device)
         self.passes: list[int] = []
         self.stash: PagedStash | None = None
-        self._has_begun = False
+        self.number: int | None = None
         self._part: CapturedForward | None = None  # set during capture
 
     def __reduce__(self) -> Any:
@@ -77,11 +78,11 @@ class ExpertStep(torch.nn.Module):
         """Clears the record. Call it before the first forward of each step."""
         self.rows_missing.zero_()
         self.factor_needed.zero_()
-        self.passes, self._has_begun = [], True
+        self.passes, self.number = [], (self.number or 0) + 1
 
     def record_demand(self, demand: RowDemand) -> None:
         """Records a dispatcher's demand. Raises RuntimeError if rows could be dropped and no step has begun."""
-        if demand.can_lose and not self._has_begun:
+        if demand.can_lose and self.number is None:
             raise RuntimeError(
                 "the buffers sized by moe_expert_rank_capacity_factor may be too small for the routing, and dropped "
                 "rows would go unnoticed: train with megatron.training, or call expert_step.begin() before each step "
@@ -115,7 +116,11 @@ class ExpertStep(torch.nn.Module):
         return self.stash.begin(layer_name(layer_number), num_rows, max_rows=max_rows)
 
     def _record_rows(self, layer_number: int, num_rows: Tensor) -> None:
-        if self._has_begun and torch.is_grad_enabled() and not (current_backward_id() != -1 and is_recomputing()):
+        if (
+            self.number is not None
+            and torch.is_grad_enabled()
+            and not (current_backward_id() != -1 and is_recomputing())
+        ):
             self._count(layer_number, num_rows)
 
     # Parts in CUDA graphs. See [Note: captured experts].
@@ -168,11 +173,13 @@ class ExpertStep(torch.nn.Module):
 class GraphedExperts(PartParticipant):
     """Keeps the row counts and the stash of static experts correct while their part runs from CUDA graphs."""
 
-    def __init__(self, step_of_layer: Callable[[], ExpertStep | None]) -> None:
-        self._step_of_layer = step_of_layer
+    def __init__(self, step_of_layer: Callable[[], ExpertStep | None], *, quantize: Callable[[], None]) -> None:
+        """quantize: quantizes the weights of experts in 8 bits, unless that was done in this step."""
+        self._step_of_layer, self._quantize = step_of_layer, quantize
 
     def prepare(self) -> None:
-        """Makes the current stream wait for the stash copies of groups that ran eagerly."""
+        """Quantizes weights in 8 bits, and makes the current stream wait for the copies of groups that ran eagerly."""
+        self._quantize()
         if self._step.stash is not None:
             self._step.stash.join()
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.core.activations import ACTIVATIONS
+from megatron.core.block_scaled.format import BlockFormat, SquareBlocks
 from megatron.core.config_field import require_defaults
 from megatron.core.fusions.gated_activation import GatedActivation
 from megatron.core.logical_tensors import LogicalPiece, model_logical_pieces
@@ -26,6 +27,7 @@ from megatron.core.tensor_parallel.layers import empty_parameter, initialize_wei
 from megatron.core.tensor_parallel.param_attributes import (
     MatrixWindow,
     mark_expert,
+    set_square_blocks,
     set_tensor_model_parallel_attributes,
 )
 from megatron.core.transformer.lora import init_of_a, rank_and_scale
@@ -35,6 +37,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.moe.expert_function import ExpertLinear, ExpertMath, expert_outputs
 from megatron.core.transformer.moe.grouped_gemm import row_offsets
 from megatron.core.transformer.moe.paged_stash import StashedRows
+from megatron.core.transformer.moe.quantized_experts import QuantizedLinear, QuantizedWeights
 from megatron.core.transformer.moe.static_rows import StaticOrder
 from megatron.core.transformer.spec_utils import build_module, get_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -62,7 +65,9 @@ class GroupedMLP(MegatronModule):
 
     Saves the rows, gate_up and the weights for backward, but not act. bias1: [e, 2F], bias2: [e, H], with
     add_bias_linear; bias2 is also multiplied by the routing weight. linear_fc1, linear_fc2: the adapters of fc1 and
-    fc2, or None.
+    fc2, or None. quantized: the weights in 8 bits, if the configuration's fp8 is set, else None; see
+    [Note: rows in 8 bits] in expert_function.py. step_number: number of the current step, which MoELayer sets, or None;
+    the weights are quantized once in each step.
     """
 
     bias1: nn.Parameter | None
@@ -95,6 +100,8 @@ class GroupedMLP(MegatronModule):
         if is_static:
             require_name(self.activation)
         self.is_static = is_static
+        self.quantized: QuantizedWeights | None = None
+        self.step_number: int | None = None
         hidden = config.hidden_size
         # Megatron's shapes. The memory layout is [e, H, 2F] and [e, F, H].
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
@@ -107,6 +114,7 @@ class GroupedMLP(MegatronModule):
             self.bias1 = zero_parameter(num_local_experts, self.fc1_width, config=config)
             self.bias2 = zero_parameter(num_local_experts, hidden, config=config)
             set_tensor_model_parallel_attributes(self.bias1, True, 1, 1)
+        self.set_format(config.block_format)
         specs = submodules or GroupedMLPSubmodules()
         self.linear_fc1 = self._adapter(specs.linear_fc1, (hidden, self.fc1_width))
         self.linear_fc2 = self._adapter(specs.linear_fc2, (self.ffn_hidden_size, hidden))
@@ -124,6 +132,27 @@ class GroupedMLP(MegatronModule):
                 "use SequentialMLP for other linear layers"
             )
         return build_module(spec, self.shard, self.num_local_experts, config=self.config, sizes=sizes)
+
+    def set_format(self, form: BlockFormat | None) -> None:
+        """Sets the format in which the experts compute; None means the precision of the parameters."""
+        self.quantized = None if form is None else QuantizedWeights(form)
+        for weight, height, width in (
+            (self.weight1, self.config.hidden_size, self.fc1_width),
+            (self.weight2, self.ffn_hidden_size, self.config.hidden_size),
+        ):
+            set_square_blocks(weight, None if form is None else SquareBlocks(form, height, width))
+
+    def quantized_weights(self) -> tuple[QuantizedLinear, QuantizedLinear] | None:
+        """Returns the weights of fc1 and fc2 in 8 bits, quantized in this step; None if they are not used."""
+        if self.quantized is None:
+            return None
+        experts = self.num_local_experts
+        weights = self.weight1.detach(), self.weight2.detach()
+        return self.quantized.of_step(
+            self.step_number,
+            weights[0].view(experts, -1, self.fc1_width),
+            weights[1].view(experts, self.ffn_hidden_size, -1),
+        )
 
     def init_methods(self) -> dict[str, InitMethod]:
         """Returns the init method of each parameter by name, excluding adapters."""
@@ -146,6 +175,7 @@ class GroupedMLP(MegatronModule):
         *,
         order: StaticOrder | None = None,
         stashed: StashedRows | None = None,
+        packed: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """Applies each row's expert and multiplies the output by the row's routing weight. Includes the biases.
 
@@ -155,7 +185,8 @@ class GroupedMLP(MegatronModule):
 
         order: assigns the rows of a static buffer to the choices of N tokens. The first and third argument are then the
         tokens, [N, H], and their weights, [N, K], and the result is the sum of each token's rows, [N, H]. stashed:
-        saves the rows of the buffer for backward; requires an order.
+        saves the rows of the buffer for backward; requires an order. packed: the tokens in 8 bits, as expert_outputs
+        receives them.
         """
         if output_buffer is not None or grad_input_buffer is not None:
             require_defaults(
@@ -174,6 +205,7 @@ class GroupedMLP(MegatronModule):
             offsets=row_offsets(tokens_per_expert),
             order=order,
             stashed=stashed,
+            packed=packed,
         )
         return output, None
 
@@ -182,7 +214,9 @@ class GroupedMLP(MegatronModule):
         factors = 0.0 if fc1 is None else fc1.scale, 0.0 if fc2 is None else fc2.scale
         # All ranks that share an expert store the whole bias2. Each adds a share of it, because their results are
         # summed.
-        return ExpertMath(self.activation, self.is_static, 1 / self.shard.num_parts, factors)
+        math = ExpertMath(self.activation, self.is_static, 1 / self.shard.num_parts, factors)
+        quantized = self.quantized_weights()
+        return math if quantized is None else math._replace(quantized=quantized)
 
     # For checkpoints and optimizers.
 

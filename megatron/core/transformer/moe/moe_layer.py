@@ -18,6 +18,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection, require_
 from megatron.core.transformer.cuda_graphs import GraphedPart
 from megatron.core.transformer.module import MegatronModule, part
 from megatron.core.transformer.moe.dispatch import as_rows, in_shape, local_experts
+from megatron.core.transformer.moe.dispatch_static import MoEStaticAlltoAllTokenDispatcher
 from megatron.core.transformer.moe.expert_step import ExpertStep, GraphedExperts
 from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.permutation import Routing
@@ -135,6 +136,7 @@ class MoELayer(BaseMoELayer):
         is_static = config.moe_expert_rank_capacity_factor is not None
         self.expert_step = ExpertStep(default_device()) if is_static else None
         self.experts = build_module(submodules.experts, self.num_local_experts, config, pg_collection=groups)
+        self._choose_precision()
         if config.moe_shared_expert_intermediate_size is not None:
             self.shared_experts = build_module(
                 submodules.shared_experts,
@@ -145,6 +147,27 @@ class MoELayer(BaseMoELayer):
         self.shared_expert_overlap = config.moe_shared_expert_overlap
         if self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self._run_shared_experts)
+
+    def set_layer_number(self, layer_number: int) -> None:
+        """Sets the number of this layer, on which the precision of its experts depends, also in its router."""
+        super().set_layer_number(layer_number)
+        self._choose_precision()
+
+    def _choose_precision(self) -> None:
+        """Lets the experts of this layer compute in 8 bits, and receive rows in 8 bits, if the configuration does.
+
+        Raises ValueError for experts that cannot.
+        """
+        form = self.config.block_format_of(self.layer_number)
+        if form is not None and not takes_order(self.experts):
+            raise ValueError(
+                f"fp8 is {self.config.fp8!r}, but the experts of layer {self.layer_number} are "
+                f"{type(self.experts).__name__}: only GroupedMLP computes in 8 bits"
+            )
+        if isinstance(self.experts, GroupedMLP):
+            self.experts.set_format(form)
+        if isinstance(self.token_dispatcher, MoEStaticAlltoAllTokenDispatcher):
+            self.token_dispatcher.sent_format = None if self.config.moe_dispatch_fwd_dtype == "bf16" else form
 
     def forward(
         self, hidden_states: Tensor, intermediate_tensors: None = None, padding_mask: Tensor | None = None
@@ -235,7 +258,9 @@ class MoELayer(BaseMoELayer):
         if self.expert_step is not None and takes_order(self.experts):
             order = self.token_dispatcher.order_received(hidden_states)
             self.expert_step.record_demand(self.token_dispatcher.take_demand())
-            return self._run_static_experts(hidden_states, probs, order)
+            packed = self.token_dispatcher.take_packed()
+            more = () if packed is None else (packed,)
+            return self._run_static_experts(hidden_states, probs, order, *more)
         rows, tokens_per_expert, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
         if self.expert_step is not None:
             self.expert_step.record_demand(self.token_dispatcher.take_demand())
@@ -244,17 +269,27 @@ class MoELayer(BaseMoELayer):
 
     @part("experts")
     def _run_static_experts(
-        self, hidden_states: Tensor, probs: Tensor, order: StaticOrder
+        self, hidden_states: Tensor, probs: Tensor, order: StaticOrder, packed: Tensor | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Runs the experts on received tokens and sums the rows of each token, as one function with the stash."""
+        """Runs the experts on received tokens and sums the rows of each token, as one function with the stash.
+
+        packed: the tokens in 8 bits, if they were sent as such.
+        """
         assert self.expert_step is not None, "only layers with static buffers have orders"
         num_rows, max_rows = order.num_rows, order.slot_of_row.shape[0]
         stashed = self.expert_step.begin_experts(self.router.layer_number, num_rows, max_rows=max_rows)
+        self.experts.step_number = self.expert_step.number
         with nullcontext() if stashed is None else stashed:
+            more = {} if packed is None else {"packed": packed}
             result: tuple[Tensor, Tensor | None] = self.experts(
-                hidden_states, order.rows_per_group, probs, order=order, stashed=stashed
+                hidden_states, order.rows_per_group, probs, order=order, stashed=stashed, **more
             )
         return result
+
+    def _quantize_experts(self) -> None:
+        if isinstance(self.experts, GroupedMLP) and self.expert_step is not None:
+            self.experts.step_number = self.expert_step.number
+            self.experts.quantized_weights()
 
     @part("experts")
     def _run_experts(self, rows: Tensor, tokens_per_expert: Tensor, probs: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -305,7 +340,9 @@ class MoELayer(BaseMoELayer):
 
     def graphed_parts(self) -> dict[str, GraphedPart]:
         """Returns the parts that CUDA graphs can run, keyed by their names in --cuda-graph-modules."""
-        experts = () if self.expert_step is None else (GraphedExperts(lambda: self.expert_step),)
+        experts: tuple[GraphedExperts, ...] = ()
+        if self.expert_step is not None:
+            experts = (GraphedExperts(lambda: self.expert_step, quantize=self._quantize_experts),)
         return {
             "moe": GraphedPart("mlp", self, experts),
             "moe_router": GraphedPart("moe_router", self.router),

@@ -119,7 +119,19 @@ def gather_live_rows(x: Tensor, probs: Tensor, *, order: StaticOrder, num_rows: 
     num_rows: [1], int64, R; all on one device. Returns [C, W] and [C], the dtypes of x and probs, undefined beyond the
     first R rows.
     """
-    return _GatherLiveRows.apply(x, probs, order, num_rows)
+    rows, _, weights = _GatherLiveRows.apply(x, probs, order, num_rows, None)
+    return rows, weights
+
+
+def gather_packed_rows(
+    x: Tensor, packed: Tensor, probs: Tensor, *, order: StaticOrder, num_rows: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Does the same for tokens that are copied as packed rows: [T, bytes], uint8; see format.py of block_scaled.
+
+    Returns a placeholder for the rows, [C, W], x's dtype, whose content is undefined and whose gradient is that of the
+    rows; the packed rows, [C, bytes]; and the weights, [C].
+    """
+    return _GatherLiveRows.apply(x, probs, order, num_rows, packed)
 
 
 def sum_live_rows(rows: Tensor, *, order: StaticOrder, num_rows: Tensor) -> Tensor:
@@ -133,26 +145,34 @@ def sum_live_rows(rows: Tensor, *, order: StaticOrder, num_rows: Tensor) -> Tens
 
 class _GatherLiveRows(PlainFunction):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, probs: Tensor, order: StaticOrder, num_rows: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(
+        ctx: Any, x: Tensor, probs: Tensor, order: StaticOrder, num_rows: Tensor, packed: Tensor | None
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
         ctx.save_for_backward(order.row_of_slot)
         ctx.set_materialize_grads(False)
         ctx.probs_shape = probs.shape
-        rows = gather(x, order.token_of_row, num_rows=num_rows)
+        packed_rows = None
+        if packed is None:
+            rows = gather(x, order.token_of_row, num_rows=num_rows)
+        else:
+            rows = x.new_empty(order.token_of_row.shape[0], x.shape[1])
+            packed_rows = gather(packed, order.token_of_row, num_rows=num_rows)
+            ctx.mark_non_differentiable(packed_rows)
         weights = gather(probs.reshape(-1, 1), order.slot_of_row, num_rows=num_rows)
-        return rows, weights.view(-1)
+        return rows, packed_rows, weights.view(-1)
 
     @staticmethod
     @first_order
     def backward(
-        ctx: Any, grad_rows: Tensor | None, grad_weights: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, None, None]:
+        ctx: Any, grad_rows: Tensor | None, _: None, grad_weights: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         (row_of_slot,) = ctx.saved_tensors
         grad_x = grad_probs = None
         if grad_rows is not None and ctx.needs_input_grad[0]:
             grad_x = sum_slots(grad_rows, row_of_slot)
         if grad_weights is not None and ctx.needs_input_grad[1]:
             grad_probs = sum_slots(grad_weights.view(-1, 1), row_of_slot.view(-1, 1)).view(ctx.probs_shape)
-        return grad_x, grad_probs, None, None
+        return grad_x, grad_probs, None, None, None
 
 
 class _SumLiveRows(PlainFunction):

@@ -292,11 +292,9 @@ def test_configurations_with_all_defaults_have_those_of_megatron_and_build_no_la
 
 def test_fields_of_what_does_not_exist_here_are_accepted_at_their_defaults_alone() -> None:
     sizes = {"num_layers": 1, "hidden_size": 8, "num_attention_heads": 2}
-    TransformerConfig(**sizes, fp8=None, fp8_recipe="delayed", mamba_state_dim=128, bias_dropout_fusion=True)
-    with pytest.raises(
-        ValueError, match=r"TransformerConfig\.fp8 is 'hybrid': 8- and 4-bit training .*; keep the default None"
-    ):
-        TransformerConfig(**sizes, fp8="hybrid")
+    TransformerConfig(**sizes, fp4=None, fp4_recipe="nvfp4", mamba_state_dim=128, bias_dropout_fusion=True)
+    with pytest.raises(ValueError, match=r"TransformerConfig\.fp4 is 'e2m1': 4-bit training .*; keep the default None"):
+        TransformerConfig(**sizes, fp4="e2m1")
     with pytest.raises(ValueError, match="cpu_offloading is True and cpu_offloading_num_layers is 0"):
         TransformerConfig(**sizes, cpu_offloading=True)
     with pytest.raises(ValueError, match="softmax_scale is 0.5 and multi_latent_attention is True"):

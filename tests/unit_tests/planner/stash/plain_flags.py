@@ -5,6 +5,8 @@ import torch
 from megatron.planner.stash.stages import StashFlags
 
 FLAGS = StashFlags(
+    num_layers=8,
+    block_format_of=lambda layer: None,
     hidden_size=32,
     moe_ffn_hidden_size=32,
     gated_linear_unit=True,

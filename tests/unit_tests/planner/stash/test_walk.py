@@ -42,7 +42,12 @@ def test_simulated_pools_equal_single_pools() -> None:
         which = random_rows.integers(0, len(tables), (steps, ranks))
         sizes = PoolSizes(PAGE, *(np.array([vars(one)[name] for one in layouts]) for name in TIERS))
         found = simulate_pools(
-            moves, rows.__getitem__, specs=SPECS, sizes=sizes, num_steps=steps, reserves=Reserves(tables, which)
+            moves,
+            rows.__getitem__,
+            specs={name: SPECS for name, _ in groups},
+            sizes=sizes,
+            num_steps=steps,
+            reserves=Reserves(tables, which),
         )
         for step, rank in product(range(steps), range(ranks)):
             own = {group: int(of_group[step, rank]) for group, of_group in rows.items()}

@@ -49,7 +49,8 @@ REVIEWED: dict[str, tuple[str, str]] = {
         "[Ll]ayer",
         """num_layers recompute_num_layers cpu_offloading_num_layers num_layers_per_virtual_pipeline_stage
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers mtp_num_layers moe_layer_freq
-        window_attn_skip_freq moe_paged_stash_prefetch_layers pipeline_model_parallel_layout cp_comm_type""",
+        window_attn_skip_freq moe_paged_stash_prefetch_layers pipeline_model_parallel_layout cp_comm_type
+        num_layers_at_start_in_bf16 num_layers_at_end_in_bf16""",
     ),
     "processes": (
         "[Rr]ank|replica|process|stage|instance",

@@ -72,7 +72,7 @@ def figures_of_step(rank: int, step: int, *, device_pages: int = 60, host_pages:
         factor_needed=1 + chosen.random(),
         num_discards=int(step == 2),
         events=events,
-        specs=SPECS,
+        specs={event.name: SPECS for event in events},
         reserve=((0, 0, 0),) * len(rows),
         prefetch_groups=0,
     )
@@ -166,7 +166,7 @@ def tensors_dropped(step: StepFigures, *, num_pages: int) -> int:
     for move in page_moves(step.events, prefetch_groups=step.prefetch_groups):
         if move.is_taken:
             reserve = step.reserve[move.forward_index]
-            pool.plan(move.group, step.specs, num_rows=rows[move.group], reserve=reserve)
+            pool.plan(move.group, step.specs[move.group[0]], num_rows=rows[move.group], reserve=reserve)
         else:
             pool.release(move.group)
     return pool.counters[Counter.VOID] + pool.counters[Counter.DROPPED_GATE_UP]

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatch
 from megatron.core.transformer.moe.expert_step import ExpertStep
 from megatron.core.transformer.moe.paged_stash import Counter, group_memory
 from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resident_groups, simulate
-from megatron.core.transformer.moe.paged_stash.sizing import RESERVE_STEPS, LearnedSizes
+from megatron.core.transformer.moe.paged_stash.sizing import RESERVE_STEPS, LearnedSizes, stash_footprint
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.training.step.expert_memory import ExpertMemory, Shortfall, build_expert_memory, describe_shortfalls
 from megatron.training.step.step_runner import ExpertOverflowError
@@ -29,6 +29,9 @@ from tests.harness import run_on_ranks
 
 TOKENS = 32
 PAGES = {"moe_paged_stash": True, "moe_paged_stash_page_size": 8}
+FP8 = {"fp8": "e4m3", "fp8_recipe": "mxfp8", "bf16": True, "params_dtype": torch.bfloat16}
+MIXED = {**FP8, "first_last_layers_bf16": True}
+COMPUTE, DTYPE = "moe_paged_stash_compute", "moe_paged_stash_dtype"
 
 
 @dataclass
@@ -109,10 +112,9 @@ def test_gradients_are_those_of_whole_buffers_and_counts_those_of_the_plan(
     figures = toy.memory.last_step
     assert figures is not None and figures.layout is not None and figures.num_discards == runs - 1
     resident = resident_groups(figures.events)
-    group_rows = GroupRows(figures.specs, num_rows=2 * TOKENS)
     planned = simulate(
         figures.events,
-        lambda group: GroupRows((), 0) if group in resident else group_rows,
+        lambda group: GroupRows((), 0) if group in resident else GroupRows(figures.specs[group[0]], 2 * TOKENS),
         layout=figures.layout,
         reserve=figures.reserve,
     )
@@ -122,6 +124,29 @@ def test_gradients_are_those_of_whole_buffers_and_counts_those_of_the_plan(
     } == dropped, "act is never stashed"
     assert toy.memory.stash is not None
     toy.memory.stash.pool.check_integrity_sync()
+
+
+@pytest.mark.parametrize("precision", [FP8, MIXED])
+@pytest.mark.parametrize("stash", [{COMPUTE: "pages"}, {COMPUTE: "copies"}, {DTYPE: "mxfp8"}])
+def test_rows_in_8_bits_are_planned_in_the_sizes_that_a_step_stashes(
+    precision: dict[str, Any], stash: dict[str, Any]
+) -> None:
+    toy, whole = Toy.of(**precision, **stash), Toy.of(**precision, moe_paged_stash=False)
+    stashed = toy.memory.stash
+    assert stashed is not None
+    planned = dict(stashed._reserve._stashed)
+    toy.step()
+    assert whole.step() == 1
+    if DTYPE not in stash:
+        for ours, theirs in zip(toy.grads, whole.grads, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+    stashed = toy.memory.stash
+    assert stashed is not None
+    found = {group: ([*specs], rows) for group, (specs, rows) in stashed._reserve._stashed.items()}
+    assert found == {group: ([*specs], rows) for group, (specs, rows) in planned.items()}
+    # The last layer is never stashed, so the first layer has the largest groups.
+    footprint = stash_footprint(toy.memory._config, toy.memory.needs, layout=stashed.pool.layout)
+    assert footprint.working_set_bytes == stashed.footprint().working_set_bytes
 
 
 def test_more_microbatches_keep_the_pool_and_a_measured_peak_sets_it() -> None:

@@ -287,18 +287,22 @@ class _AddExpertBias(PlainFunction):
         return grad, grad_bias, grad_scale, None, None
 
 
-def add_bias_to(rows: Rows, bias: Tensor, *, scale: Tensor | None, offsets: Tensor, share: float) -> None:
+def add_bias_to(
+    rows: Rows, bias: Tensor, *, scale: Tensor | None, offsets: Tensor, share: float, needed: Tensor | None = None
+) -> None:
     """Calls the operator add_expert_bias, whose rows may be in pages.
 
-    rows: [C, O], float dtype; bias: [e, O], the rows' dtype; scale: [C], any float dtype, or None.
+    rows: [C, O], float dtype; bias: [e, O], the rows' dtype; scale: [C], any float dtype, or None. needed: [1], int64,
+    or None.
     """
     memory, places = operand("rows", rows)
-    ops.add_expert_bias(memory, bias, scale=scale, offsets=offsets, share=share, **places)
+    ops.add_expert_bias(memory, bias, scale=scale, offsets=offsets, share=share, needed=needed, **places)
 
 
 @_operator(
     "add_expert_bias",
-    "Tensor(a!) rows, Tensor bias, *, Tensor? scale, Tensor offsets, float share, " + paging_schema("rows"),
+    "Tensor(a!) rows, Tensor bias, *, Tensor? scale, Tensor offsets, float share, Tensor? needed=None, "
+    + paging_schema("rows"),
 )
 def _add_expert_bias(
     rows: Tensor,
@@ -307,13 +311,17 @@ def _add_expert_bias(
     scale: Tensor | None,
     offsets: Tensor,
     share: float,
+    needed: Tensor | None = None,
     rows_table: Tensor | None = None,
     rows_sizes: Sequence[int] = (),
 ) -> None:
-    """Adds the bias of each row's expert in place, times the row's scale and `share`.
+    """Adds the bias of each row's expert in place, times the row's scale and `share`, unless `needed` is 0.
 
-    rows: [C, O], float dtype, or pages; bias: [e, O], the rows' dtype; scale: [C], any float dtype, or None.
+    rows: [C, O], float dtype, or pages; bias: [e, O], the rows' dtype; scale: [C], any float dtype, or None. needed:
+    [1], int64; None means always.
     """
+    if needed is not None and not _is_set_sync(needed):
+        return
     wide, ends = torch.promote_types(rows.dtype, torch.float32), _ends_sync(offsets, num_rows_of(rows, rows_sizes))
     target = read_sync(rows, rows_table, rows_sizes, num_rows=ends[-1])
     for expert, part in _parts(ends):

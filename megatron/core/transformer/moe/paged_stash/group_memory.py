@@ -366,10 +366,10 @@ class PageKeeper:
 
     @torch.compiler.disable  # as stash
     def place_in_scratch(
-        self, group: GroupMemory, specs: Sequence[TensorSpec], dtype: torch.dtype, *, num_rows: Tensor
+        self, group: GroupMemory, specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype], *, num_rows: Tensor
     ) -> list[PagedRows]:
         """Lets a group whose backward is the next event compute its tensors in the scratch. num_rows: [1], int64."""
-        rows = self.pool.rows_in_scratch(specs, dtype, scratch_set=group.scratch_set)
+        rows = self.pool.rows_in_scratch(specs, dtypes, scratch_set=group.scratch_set)
         # Until its backward ends no other group computes, unless the step departs from its order, or the weight
         # gradients are computed later.
         self.pool.scratch.take(group, group.event.name, move_out=_move_out)

@@ -293,7 +293,7 @@ class PagePool:
         return self._paged_rows(group.tensors[index], group.slab.places, dtype)
 
     def rows_in_scratch(
-        self, specs: Sequence[TensorSpec], dtype: torch.dtype, *, scratch_set: int = 0
+        self, specs: Sequence[TensorSpec], dtypes: Sequence[torch.dtype], *, scratch_set: int = 0
     ) -> list[PagedRows]:
         """Returns tensors that are computed in the scratch alone, [max_rows, row_bytes / itemsize] each.
 
@@ -305,7 +305,7 @@ class PagePool:
         # _scratch_places is a table of the scratch's own pages, so a set begins at the same entry as in the scratch.
         placed, _, required = _placement_of(tuple(specs), self.layout, start=start, slot=0, scratch_start=start)
         self._check_scratch(placed, required)
-        return [self._paged_rows(one, self._scratch_places, dtype) for one in placed]
+        return [self._paged_rows(one, self._scratch_places, dtype) for one, dtype in zip(placed, dtypes, strict=True)]
 
     def _paged_rows(self, placed: PlacedTensor, places: Tensor, dtype: torch.dtype) -> PagedRows:
         spec, start, page_bytes = placed.spec, placed.table_start, self.layout.page_bytes

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.transformer.moe.paged_stash.arithmetic import Footprint, footprint, peak_pages, resident_groups
 from megatron.core.transformer.moe.paged_stash.page_layout import (
     ALIGNMENT,
@@ -27,7 +28,7 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     pages_for,
 )
 from megatron.core.transformer.moe.paged_stash.row_encoding import encoded_bytes, encoded_width
-from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, StashEvent, layer_name
+from megatron.core.transformer.moe.paged_stash.stash_order import GroupKey, StashEvent, layer_name, layer_of
 
 # Smallest growth of a pool that was too small, as a share of its size, so that a few retries reach any size.
 _LEAST_GROWTH = Fraction(1, 2)
@@ -39,6 +40,8 @@ _ALMOST_ALL = 0.999
 # Number of past steps that the reserve considers. With fewer steps less is recomputed. With 2 steps, however, an x
 # received no pages in routing that benchmarks/stash_factors.py recorded.
 RESERVE_STEPS = 8
+# Largest page of a GPU that is chosen without a requested size.
+_LARGEST_PAGE = 64 * 2**20
 
 RowsOf = Callable[[GroupKey], int]
 
@@ -46,6 +49,7 @@ RowsOf = Callable[[GroupKey], int]
 class StashSettings(Protocol):
     """Settings that determine sizes. TransformerConfig implements them."""
 
+    num_layers: int
     hidden_size: int
     moe_ffn_hidden_size: int
     gated_linear_unit: bool
@@ -72,16 +76,21 @@ class StashSettings(Protocol):
         """Whether CUDA graphs capture parts of layers that contain experts."""
         ...
 
+    @property
+    def block_format_of(self) -> Callable[[int | None], BlockFormat | None]:
+        """Maps a layer number, from 1, to the format in which its experts save x; None for params_dtype."""
+        ...
+
 
 @dataclass(frozen=True)
 class StepNeeds:
-    """Requirements of one step: events in order, tensor specs of a group, and live rows of a balanced pass.
+    """Requirements of one step: events in order, tensor specs of groups by name, and live rows of a balanced pass.
 
     A pass is balanced if every rank receives the same number of rows.
     """
 
     events: Sequence[StashEvent]
-    specs: Sequence[TensorSpec]
+    specs: Mapping[str, Sequence[TensorSpec]]
     balanced_rows: int
     page_bytes: int
 
@@ -93,7 +102,9 @@ class StepNeeds:
         unit = PoolLayout(self.page_bytes, device_pages=1)
 
         def of(group: GroupKey) -> PagesByPriority:
-            return PagesByPriority() if group in self._resident else pages_for(self.specs, rows(group), layout=unit)
+            if group in self._resident:
+                return PagesByPriority()
+            return pages_for(self.specs[group[0]], rows(group), layout=unit)
 
         return peak_pages(self.events, of, up_to=up_to)
 
@@ -127,15 +138,18 @@ class StepNeeds:
     @property
     def max_rows(self) -> int:
         """Rows of a group's buffers."""
-        return min((spec.max_tokens for spec in self.specs), default=0)
+        return min((spec.max_tokens for specs in self.specs.values() for spec in specs), default=0)
 
 
 def step_needs(config: StashSettings, events: Sequence[StashEvent], *, max_rows: int, balanced_rows: int) -> StepNeeds:
     """Returns the requirements of a stage whose step has these events and whose buffers have max_rows rows."""
+    forms = {event.name: config.block_format_of(layer_of(event.name)) for event in events}
+    of_forms = {form: expert_specs(config, rows=max_rows, form=form) for form in {*forms.values()}}
+    specs = {name: of_forms[form] for name, form in forms.items()}
     one_page = page_bytes(
         config.moe_paged_stash_page_size, hidden_size=config.hidden_size, itemsize=config.params_dtype.itemsize
     )
-    return StepNeeds(events, expert_specs(config, rows=max_rows), balanced_rows, one_page)
+    return StepNeeds(events, specs, balanced_rows, one_page)
 
 
 def page_size_on_gpu(config: StashSettings) -> int:
@@ -147,11 +161,11 @@ def page_size_on_gpu(config: StashSettings) -> int:
     size, given = config.moe_paged_stash_page_size, config.moe_paged_stash_buffer_bytes
     if not config.stash_computes_in_pages:
         return size
-    widths, least = _widths(config), least_page_size(config)
+    widths, least, unit = _widths(config), least_page_size(config), _hidden_bytes(config)
     size = usual_page_size(config) if size == DEFAULT_PAGE_SIZE else size
-    if given is not None and given < size * widths[0]:
+    if given is not None and given < size * unit:
         raise ValueError(
-            f"moe_paged_stash_buffer_bytes is {given}: must be at least one page, {size * widths[0]} bytes "
+            f"moe_paged_stash_buffer_bytes is {given}: must be at least one page, {size * unit} bytes "
             f"({size} rows of x)"
         )
     if size % least:
@@ -165,53 +179,103 @@ def page_size_on_gpu(config: StashSettings) -> int:
 def usual_page_size(config: StashSettings) -> int:
     """Returns the rows of hidden size in a page of a GPU in which experts compute, if no size is requested.
 
-    It holds at least a tile of the kernels. DEFAULT_PAGE_SIZE stands for it.
+    It holds at least a tile of the kernels. DEFAULT_PAGE_SIZE stands for it. Raises ValueError if rows of x in 8 bits
+    would require huge pages.
     """
-    return TILE_ROWS * least_page_size(config)
+    size = TILE_ROWS * least_page_size(config)
+    num_bytes = size * _hidden_bytes(config)
+    if any(formats(config)) and num_bytes > _LARGEST_PAGE:
+        raise ValueError(
+            f"moe_paged_stash_compute is 'pages': with fp8, rows of x and gate_up have "
+            f"{' and '.join(map(str, _widths(config)))} bytes, and pages that hold {TILE_ROWS} whole rows of each "
+            f"would have {num_bytes / 2**20:,.0f} MiB; must be copies (--moe-paged-stash-compute copies), the default "
+            "on GPUs"
+        )
+    return size
 
 
 def least_page_size(config: StashSettings) -> int:
-    """Returns the rows of hidden size in the smallest page that holds whole rows of x and of gate_up."""
-    widths = _widths(config)
+    """Returns the rows of hidden size in the smallest page that holds whole rows of x and of gate_up, of all layers."""
+    unit = _hidden_bytes(config)
     # Pages are multiples of ALIGNMENT bytes.
-    return math.lcm(*widths, ALIGNMENT) // widths[0]
+    return math.lcm(*_widths(config), ALIGNMENT, unit) // unit
+
+
+def _hidden_bytes(config: StashSettings) -> int:
+    """Returns the bytes of a row of hidden size, the unit of page sizes."""
+    return config.hidden_size * config.params_dtype.itemsize
 
 
 def _widths(config: StashSettings) -> list[int]:
-    """Returns the bytes of a row of each tensor that experts save in pages, x first."""
-    return [spec.row_bytes for spec in expert_specs(config, rows=1)]
+    """Returns the distinct bytes of a row of the tensors that experts save in pages, over all layers, x first."""
+    specs = [spec for form in formats(config) for spec in expert_specs(config, rows=1, form=form)]
+    return list(dict.fromkeys(spec.row_bytes for spec in specs))
 
 
-def expert_specs(config: StashSettings, *, rows: int) -> tuple[TensorSpec, ...]:
+def formats(config: StashSettings) -> list[BlockFormat | None]:
+    """Returns each format in which a layer's experts would save x, once; None stands for params_dtype."""
+    return list(dict.fromkeys(map(config.block_format_of, range(1, config.num_layers + 1))))
+
+
+def expert_specs(config: StashSettings, *, rows: int, form: BlockFormat | None = None) -> tuple[TensorSpec, ...]:
     """Returns specs of the tensors that a layer's experts save in pages for `rows` rows: x and gate_up.
 
     Experts whose rows are copied also save routing weights, fp32, and the input rows of each adapter times its first
-    matrix. Rows that are encoded have the bytes of their encoding.
+    matrix. Rows that are encoded have the bytes of their encoding. form: format of x, or None.
     """
     specs = []
-    for (width, dtype, priority), encoded in zip(_saved_rows(config), _encoded_widths(config), strict=True):
+    for (width, dtype, priority), encoded in zip(_saved_rows(config, form), _encoded_widths(config, form), strict=True):
         row_bytes = encoded_bytes(encoded) if encoded else width * dtype.itemsize
         specs.append(TensorSpec(row_bytes, row_bytes, rows, priority))
     return tuple(specs)
 
 
-def _encoded_widths(config: StashSettings) -> list[int]:
+def _encoded_widths(config: StashSettings, form: BlockFormat | None) -> list[int]:
     """Returns the elements of an encoded row of each tensor that experts save in pages; 0 for rows that are not."""
     is_lossy = config.moe_paged_stash_dtype is not None
-    rows = _saved_rows(config)
+    rows = _saved_rows(config, form)
     return [encoded_width(width * dtype.itemsize, dtype) if is_lossy else 0 for width, dtype, _ in rows]
 
 
-def buffer_row_bytes(config: StashSettings) -> int:
-    """Returns the bytes of a row of all tensors that experts save in pages, as they are in whole buffers."""
-    return sum(width * dtype.itemsize for width, dtype, _ in _saved_rows(config))
+def stored_row_bytes(config: StashSettings, form: BlockFormat | None = None) -> int:
+    """Returns the bytes of a row of all tensors that experts save in pages. form: format of x, or None."""
+    return sum(spec.row_bytes for spec in expert_specs(config, rows=0, form=form))
 
 
-def _saved_rows(config: StashSettings) -> list[tuple[int, torch.dtype, Priority]]:
+def buffer_row_bytes(config: StashSettings, form: BlockFormat | None = None) -> int:
+    """Returns the bytes of a row of all tensors that experts save in pages, as they are in whole buffers.
+
+    form: format of x, or None.
+    """
+    return sum(width * dtype.itemsize for width, dtype, _ in _saved_rows(config, form))
+
+
+def largest_of_layers(num_bytes: int, config: StashSettings, *, layers: Sequence[int], rows: int) -> int:
+    """Returns the bytes that the experts of one layer save for backward, the largest of these layers.
+
+    num_bytes: bytes of all layers, which differ only in the format of x. rows: rows of a buffer.
+    """
+    if not num_bytes or not layers:
+        return 0
+    of_layers = [buffer_row_bytes(config, config.block_format_of(layer)) for layer in layers]
+    missing = rows * (max(of_layers) * len(layers) - sum(of_layers))
+    return (num_bytes + missing) // len(layers)
+
+
+def mean_row_bytes(config: StashSettings) -> int:
+    """Returns the bytes of a row in pages as LearnedSizes records them: the mean of all layers."""
+    of_forms = {form: stored_row_bytes(config, form) for form in formats(config)}
+    of_layers = [of_forms[config.block_format_of(layer)] for layer in range(1, config.num_layers + 1)]
+    return sum(of_layers) // len(of_layers)
+
+
+def _saved_rows(config: StashSettings, form: BlockFormat | None) -> list[tuple[int, torch.dtype, Priority]]:
     """Returns the elements of a row, dtype and priority of each tensor that experts save in pages, x first."""
     dtype = config.params_dtype
     ffn = config.moe_ffn_hidden_size // config.expert_tensor_parallel_size
-    x = config.hidden_size, dtype, Priority.INPUT
+    # Rows in 8 bits are bytes to a stash.
+    width, of_x = (config.hidden_size, dtype) if form is None else (form.row_bytes(config.hidden_size), torch.uint8)
+    x = width, of_x, Priority.INPUT
     # A gate_up that is never recomputed is as important as x.
     priority = Priority.GATE_UP if config.moe_paged_stash_dtype is None else Priority.INPUT
     gate_up = ffn * (2 if config.gated_linear_unit else 1), dtype, priority
@@ -240,12 +304,15 @@ def scratch_sets(config: StashSettings) -> int:
 
 
 def scratch_pages(config: StashSettings, needs: StepNeeds) -> int:
-    """Returns the pages of one set, in which a group's rows without pages on the device are computed.
+    """Returns the pages of one set, in which the rows of a group without pages on the device are computed.
 
-    It is 0 if rows are copied.
+    It suffices for the largest group, and is 0 if rows are copied.
     """
+    if not config.stash_computes_in_pages:
+        return 0
     unit = PoolLayout(needs.page_bytes, device_pages=1)
-    return sum(unit.pages_for(spec.max_bytes) for spec in needs.specs) if config.stash_computes_in_pages else 0
+    of_groups = (sum(unit.pages_for(spec.max_bytes) for spec in specs) for specs in needs.specs.values())
+    return max(of_groups, default=0)
 
 
 class PoolBytes(NamedTuple):
@@ -272,7 +339,8 @@ def pool_bytes(config: StashSettings, needs: StepNeeds, layout: PoolLayout | Non
     on_device = layout.device_pages + scratch_pages(config, needs) * scratch_sets(config)
     # A group in a graph of its own does not use the scratch, which may be overwritten between two graphs.
     is_in_scratch = config.stash_computes_in_pages and not config.captures_experts
-    one_group = sum(spec.max_bytes for spec in needs.specs) if is_in_scratch else 0
+    of_groups = (sum(spec.max_bytes for spec in specs) for specs in needs.specs.values())
+    one_group = max(of_groups, default=0) if is_in_scratch else 0
     return PoolBytes(on_device * layout.page_bytes, layout.host_pages * layout.page_bytes, one_group)
 
 
@@ -291,7 +359,7 @@ class LearnedSizes:
     capacity_factor: grown moe_expert_rank_capacity_factor. device_factor, host_factor: grown pool sizes relative to the
     pages of balanced passes. None means not grown. rows_share: for each layer number, from 1, the largest number of
     rows of a pass on any rank, relative to a balanced pass. expert_ranks: number of ranks that shared the experts; 0 if
-    unknown. row_bytes: bytes of one row in pages, over all tensors; 0 if unknown.
+    unknown. row_bytes: bytes of one row in pages, over all tensors, as the mean of all layers; 0 if unknown.
     """
 
     capacity_factor: float | None = None
@@ -463,8 +531,8 @@ def learned_lines(config: StashSettings, learned: LearnedSizes, *, valid: Learne
         lines.append(
             "pools start with the configured sizes: the checkpoint's were learned for rows with "
             f"{learned.row_bytes or 'an unknown number of'} bytes in pages, and this run's have {valid.row_bytes}, "
-            "because of another moe_paged_stash_compute or moe_paged_stash_dtype, another shape of the experts, or an "
-            "older version"
+            "because of another moe_paged_stash_compute, moe_paged_stash_dtype or fp8, another shape of the experts, "
+            "or an older version"
         )
     return lines
 
@@ -504,14 +572,18 @@ def rounded_up(factor: float, *, decimals: int = 2) -> float:
 
 def stash_footprint(config: StashSettings, needs: StepNeeds, *, layout: PoolLayout) -> Footprint:
     """Returns the peak device memory of tensors saved for backward, without and with a pool of this layout."""
-    one_group = buffer_row_bytes(config) * needs.max_rows
+    forms = {name: config.block_format_of(layer_of(name)) for name in needs.specs}
+    row_bytes = {name: buffer_row_bytes(config, form) for name, form in forms.items()}
+    encoded = [
+        sum(encoded_bytes(width) for width in _encoded_widths(config, form) if width) for form in {*forms.values()}
+    ]
     return footprint(
         needs.events,
-        lambda group: one_group,
+        lambda group: row_bytes[group[0]] * needs.max_rows,
         layout=layout,
         prefetch_groups=prefetch_groups(config),
         scratch_sets=scratch_sets(config),
-        encoded_bytes=sum(encoded_bytes(width) for width in _encoded_widths(config) if width) * needs.max_rows,
+        encoded_bytes=max(encoded, default=0) * needs.max_rows,
     )
 
 
@@ -537,10 +609,12 @@ def encoding_words(config: StashSettings) -> tuple[str, ...]:
     """Returns a clause that states that rows are stored in 8 bits, or nothing if they are stored as they are."""
     if config.moe_paged_stash_dtype is None:
         return ()
-    stored, whole = sum(spec.row_bytes for spec in expert_specs(config, rows=0)), buffer_row_bytes(config)
+    sizes = [
+        f"{stored_row_bytes(config, form):,} instead of {buffer_row_bytes(config, form):,}" for form in formats(config)
+    ]
     return (
         f"moe_paged_stash_dtype {config.moe_paged_stash_dtype} is lossy: backward reads rows that were stored in 8 "
-        f"bits, {stored:,} instead of {whole:,} bytes of each",
+        f"bits, {' or '.join(sizes)} bytes of each",
     )
 
 
@@ -548,7 +622,7 @@ def check_encoding(config: StashSettings) -> None:
     """Raises ValueError if rows are to be stored in 8 bits, and no row would be smaller."""
     if config.moe_paged_stash_dtype is None:
         return
-    if sum(spec.row_bytes for spec in expert_specs(config, rows=0)) == buffer_row_bytes(config):
+    if all(stored_row_bytes(config, form) == buffer_row_bytes(config, form) for form in formats(config)):
         raise ValueError(
             f"moe_paged_stash_dtype is {config.moe_paged_stash_dtype!r} but has no effect: with hidden_size "
             f"{config.hidden_size} and moe_ffn_hidden_size {config.moe_ffn_hidden_size} no row becomes smaller, since "

@@ -25,7 +25,7 @@ graph the side streams fork from the main stream and join it, so that a replay i
 
 import weakref
 from collections import Counter as Multiset
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
@@ -171,7 +171,7 @@ class PagedStash:
         num_programs: int = 0,
         reserved_share: float = 1.0,
         has_rungs: bool = True,
-        specs: Sequence[TensorSpec] = (),
+        specs: Mapping[str, Sequence[TensorSpec]] | None = None,
         streams: StashStreams | None = None,
         computes_in_pages: bool = False,
         dtype: str | None = None,
@@ -185,12 +185,12 @@ class PagedStash:
         receive any. 1 guarantees that every x receives pages if the pool could hold all of them, in steps that follow
         the known order and in steps without one. Smaller values guarantee nothing, and 0 reserves nothing; see Reserve.
         has_rungs: whether gate_up and act have recompute levels, i.e. are dropped and recomputed if pages run out;
-        otherwise they are as important as x. specs: tensor sizes of each group in `events`, if they are known before
-        the first step. streams: the streams of the stash that this stash replaces, on the pool's device; None creates
-        new streams. computes_in_pages: whether groups that `place` their tensors compute in pages; requires a pool with
-        scratch. dtype: "mxfp8" stores rows of bf16 in 8 bits, about half as many bytes, from which backward computes
-        other gradients than from the rows themselves; there are no recompute levels then. Contexts encode rows that
-        their module declares. See [Note: compressed stash] in row_encoding.py.
+        otherwise they are as important as x. specs: tensor sizes of the groups in `events` by name, if they are known
+        before the first step. streams: the streams of the stash that this stash replaces, on the pool's device; None
+        creates new streams. computes_in_pages: whether groups that `place` their tensors compute in pages; requires a
+        pool with scratch. dtype: "mxfp8" stores rows of bf16 in 8 bits, about half as many bytes, from which backward
+        computes other gradients than from the rows themselves; there are no recompute levels then. Contexts encode rows
+        that their module declares. See [Note: compressed stash] in row_encoding.py.
         Raises ValueError for invalid arguments.
         """
         check_stash_dtype(dtype)
@@ -206,7 +206,9 @@ class PagedStash:
                 raise ValueError(f"{argument} ({number!r}) must be an integer of at least 0")
         if not isinstance(reserved_share, int | float) or not 0.0 <= reserved_share <= 1.0:
             raise ValueError(f"reserved_share ({reserved_share!r}) must be a number between 0 and 1")
-        kinds = (("pool", (pool,), PagePool), ("events", events or (), StashEvent), ("specs", specs, TensorSpec))
+        specs = dict(specs or {})
+        of_groups = [spec for own in specs.values() for spec in own]
+        kinds = (("pool", (pool,), PagePool), ("events", events or (), StashEvent), ("specs", of_groups, TensorSpec))
         for argument, values, kind in kinds:
             wrong = next((value for value in values if not isinstance(value, kind)), None)
             if wrong is not None:
@@ -216,7 +218,7 @@ class PagedStash:
             "events": None if events is None else tuple(events),
             "num_programs": num_programs,
             "has_rungs": has_rungs,
-            "specs": tuple(specs),
+            "specs": specs,
             "computes_in_pages": computes_in_pages,
             "dtype": dtype,
         }
@@ -237,7 +239,8 @@ class PagedStash:
             self._reserve = Reserve(pool.layout, pool.device, share=reserved_share)
             if specs:
                 for group in {event.group for event in self.order.events} - resident_groups(self.order.events):
-                    self._reserve.learn(group, specs, max_rows=min(spec.max_tokens for spec in specs))
+                    own = specs[group[0]]
+                    self._reserve.learn(group, own, max_rows=min(spec.max_tokens for spec in own))
             self._reserve.begin_step(self.order.events)
 
     def __reduce__(self) -> Any:
@@ -573,7 +576,13 @@ class PagedStash:
             return memories
 
     def _place(
-        self, group: GroupMemory, specs: Sequence[TensorSpec], dtype: torch.dtype, *, num_rows: Tensor, max_rows: int
+        self,
+        group: GroupMemory,
+        specs: Sequence[TensorSpec],
+        dtypes: Sequence[torch.dtype],
+        *,
+        num_rows: Tensor,
+        max_rows: int,
     ) -> list[PagedRows]:
         """Allocates pages in which a group's forward computes its tensors; `_placed` ends that forward."""
         with self._keeper:
@@ -582,7 +591,7 @@ class PagedStash:
                 # Backwards that follow each other use different sets.
                 group.scratch_set = self.order.backward_index(group.event) % self.pool.scratch_sets
             if group.phase is Phase.KEPT:
-                return self._keeper.place_in_scratch(group, specs, dtype, num_rows=num_rows)
+                return self._keeper.place_in_scratch(group, specs, dtypes, num_rows=num_rows)
             pages = self._keeper.place(
                 group,
                 specs,
@@ -590,7 +599,7 @@ class PagedStash:
                 reserve=self._pages_to_leave(group),
                 is_captured=self._part is not None,
             )
-            return [self.pool.rows_in_pages(pages.group, index, dtype) for index in range(len(specs))]
+            return [self.pool.rows_in_pages(pages.group, index, dtype) for index, dtype in enumerate(dtypes)]
 
     def _placed(
         self, group: GroupMemory, specs: Sequence[TensorSpec], *, num_rows: Tensor, max_rows: int, kept: Any
@@ -760,20 +769,23 @@ class StashedRows:
         # Whether `save` accepts a recomputation of gate_up, which then requires bit-identical kernels.
         self.may_recompute = stash.has_rungs
 
-    def place(self, widths: tuple[int, int], dtype: torch.dtype) -> tuple[PagedRows, PagedRows] | None:
+    def place(
+        self, widths: tuple[int, int], dtypes: tuple[torch.dtype, torch.dtype]
+    ) -> tuple[PagedRows, PagedRows] | None:
         """Allocates pages for x and gate_up, [C, W] each; call it before their forward.
 
-        widths: W of both. Returns None if the caller must compute in memory of its own: the stash copies rows, or the
-        group's backward follows immediately, in another captured graph. Rows that receive no pages, or pages on the
-        host, are computed in a scratch that the next group overwrites: `save` copies them to the host, gate_up without
-        pages is computed again by `recompute`, and x without pages discards the step.
+        widths, dtypes: W and dtype of both. Returns None if the caller must compute in memory of its own: the stash
+        copies rows, or the group's backward follows immediately, in another captured graph. Rows that receive no pages,
+        or pages on the host, are computed in a scratch that the next group overwrites: `save` copies them to the host,
+        gate_up without pages is computed again by `recompute`, and x without pages discards the step.
         """
         group = self._group
         # The scratch may be overwritten between two graphs, if the step departs from its order.
         if not self._stash.computes_in_pages or (group.phase is Phase.KEPT and self._stash.is_capturing_part):
             return None
-        self._specs = _placed_specs(*widths, dtype.itemsize, self._max_rows, may_recompute=self.may_recompute)
-        x, gate_up = self._stash._place(group, self._specs, dtype, num_rows=self._num_rows, max_rows=self._max_rows)
+        itemsizes = dtypes[0].itemsize, dtypes[1].itemsize
+        self._specs = _placed_specs(*widths, *itemsizes, self._max_rows, may_recompute=self.may_recompute)
+        x, gate_up = self._stash._place(group, self._specs, dtypes, num_rows=self._num_rows, max_rows=self._max_rows)
         group.placed, self._is_placed = [x, gate_up], True
         return x, gate_up
 
@@ -915,7 +927,7 @@ class RowsReader:
 # Typed, so that an invalid width is not taken for an equal valid one.
 @lru_cache(_KNOWN_SIZES, typed=True)
 def _placed_specs(
-    x: int, gate_up: int, itemsize: int, max_rows: int, *, may_recompute: bool
+    x: int, gate_up: int, x_itemsize: int, gate_up_itemsize: int, max_rows: int, *, may_recompute: bool
 ) -> tuple[TensorSpec, TensorSpec]:
     """Returns the specs of x and gate_up, whose rows have these numbers of elements."""
     for width in (x, gate_up):
@@ -924,7 +936,7 @@ def _placed_specs(
                 f"widths ({x}, {gate_up}) must be integers of at least 1: the elements of a row of x and gate_up"
             )
     droppable = Priority.GATE_UP if may_recompute else Priority.INPUT
-    return row_spec(x * itemsize, max_rows), row_spec(gate_up * itemsize, max_rows, droppable)
+    return row_spec(x * x_itemsize, max_rows), row_spec(gate_up * gate_up_itemsize, max_rows, droppable)
 
 
 def _recompute_placed(group: GroupMemory, recompute: Callable[..., None], needed: Tensor) -> None:

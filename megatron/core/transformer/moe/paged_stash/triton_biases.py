@@ -148,16 +148,19 @@ def add_expert_bias(
     scale: Tensor | None,
     offsets: Tensor,
     share: float,
+    needed: Tensor | None = None,
     rows_table: Tensor | None = None,
     rows_sizes: Sequence[int] = (),
 ) -> None:
-    """Adds the bias of each row's expert in place, times the row's scale and `share`.
+    """Adds the bias of each row's expert in place, times the row's scale and `share`, unless `needed` is 0.
 
-    rows: [C, O], may be in pages; bias: [e, O]; scale: [C] or None; one of fp32, bf16 and fp16. Raises ValueError for a
-    table and sizes that do not fit the operands.
+    rows: [C, O], may be in pages; bias: [e, O]; scale: [C] or None; one of fp32, bf16 and fp16. needed: [1], int64;
+    None means always. Raises ValueError for a table and sizes that do not fit the operands.
     """
+    # Viewed as int32, low word first, because the last offset is int32.
+    words = offsets[-1:] if needed is None else needed.view(torch.int32)
     pages = (rows_table, rows_sizes)
-    add_bias_if(offsets[-1:], rows, bias=bias, scale=scale, offsets=offsets, share=share, pages=pages)
+    add_bias_if(words, rows, bias=bias, scale=scale, offsets=offsets, share=share, pages=pages)
 
 
 def add_bias_if(

@@ -481,7 +481,7 @@ def test_a_backward_that_fails_releases_its_pages() -> None:
 def test_two_threads_in_the_pages_of_one_pool_are_an_error() -> None:
     stash, case, errors = make_stash(), Case(), list[BaseException]()
     stashed = stash.begin("layer", case.order.num_rows, max_rows=CAPACITY)
-    assert stashed is not None and stashed.place((HIDDEN, 2 * FFN), torch.float32)
+    assert stashed is not None and stashed.place((HIDDEN, 2 * FFN), (torch.float32, torch.float32))
 
     def other() -> None:
         try:
@@ -549,7 +549,7 @@ def test_what_cannot_be_computed_in_pages_is_refused() -> None:
     assert isinstance(stashed, StashedRows)
     for widths in ((16.0, 8), (0, 8), (True, 8)):
         with pytest.raises(ValueError, match="widths .* must be integers of at least 1"):
-            stashed.place(widths, torch.float32)
-    x, gate_up = stashed.place((HIDDEN, 2 * FFN), torch.float32) or (None, None)
+            stashed.place(widths, (torch.float32, torch.float32))
+    x, gate_up = stashed.place((HIDDEN, 2 * FFN), (torch.float32, torch.float32)) or (None, None)
     with pytest.raises(ValueError, match="save must receive what place returned"):
         stashed.save([gate_up], x, recompute=None, num_sources=0)

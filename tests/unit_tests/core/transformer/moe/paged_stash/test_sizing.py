@@ -17,11 +17,14 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     buffer_row_bytes,
     capacity_factor,
     check_effect,
+    check_encoding,
+    encoding_words,
     expert_specs,
     factor_at,
     gain_line,
     grown_sizes,
     learned_lines,
+    mean_row_bytes,
     page_size_on_gpu,
     pool_bytes,
     pool_layout,
@@ -47,6 +50,8 @@ MOE: dict[str, Any] = {
     "moe_paged_stash": True,
     COMPUTE: "copies",
 }
+# Experts of the first and the last of 4 layers compute in bf16, the others in 8 bits.
+MIXED = {**BF16, "num_layers": 4, "fp8": "e4m3", "fp8_recipe": "mxfp8", "first_last_layers_bf16": True}
 BALANCED, FULL = 100, 200
 PAGE = 64 * 32 * 4
 
@@ -231,10 +236,43 @@ def test_encoded_rows_are_counted_as_stored_and_the_line_says_that_they_are_loss
         assert config.stash_recomputes == (dtype is None)
     # x, routing weights, gate_up and the product of an adapter.
     x, ffn = 128, config.moe_ffn_hidden_size
-    assert [spec.row_bytes for spec in needs.specs] == [144, 4, -(-(2 * ffn + 2 * ffn // 32) // 16) * 16, 80]
+    assert [spec.row_bytes for spec in needs.specs["layer 1"]] == [144, 4, -(-(2 * ffn + 2 * ffn // 32) // 16) * 16, 80]
     assert buffer_row_bytes(config) == 2 * x + 4 + 4 * ffn + 2 * 64
     assert pages["mxfp8"] < 0.7 * pages[None], "also tails of pages"
     assert "lossy" not in lines[None] and "moe_paged_stash_dtype mxfp8 is lossy: backward reads rows" in lines["mxfp8"]
+
+
+@pytest.mark.parametrize("fields, of_8_bits, of_bf16", [
+    ({}, (48, 4, 192), (64, 4, 192)),
+    ({COMPUTE: "pages"}, (48, 192), (64, 192)),
+    ({DTYPE: "mxfp8"}, (48, 4, 112), (48, 4, 112)),
+])  # fmt: skip
+def test_each_layer_is_counted_with_the_rows_of_its_own_precision(
+    fields: dict[str, Any], of_8_bits: tuple[int, ...], of_bf16: tuple[int, ...]
+) -> None:
+    (events,) = events_of(1, 4, 2)
+    config = settings(**{**MIXED, **fields})
+    needs, page = needs_of(config, events), 64 * 32 * 2
+    widths = {"layer 1": of_bf16, "layer 2": of_8_bits, "layer 3": of_8_bits, "layer 4": of_bf16}
+    assert {name: tuple(spec.row_bytes for spec in specs) for name, specs in needs.specs.items()} == widths
+    pages = {name: sum(-(-BALANCED * width // page) for width in own) for name, own in widths.items()}
+    # At the peak of each microbatch, the first three layers have pages, and the last layer's backward follows.
+    assert needs.balanced_pages == sum(pages[name] for name in ("layer 1", "layer 2", "layer 3"))
+    largest = sum(-(-FULL * width // page) for width in of_bf16) if COMPUTE in fields else 0
+    assert scratch_pages(config, needs) == largest
+    layout = PoolLayout(page, 1)
+    assert pool_bytes(config, needs, layout).one_group == (FULL * sum(of_bf16) if COMPUTE in fields else 0)
+    whole = dict.fromkeys(("layer 2", "layer 3"), FULL * (48 + 192 + (0 if COMPUTE in fields else 4)))
+    whole |= dict.fromkeys(("layer 1", "layer 4"), whole["layer 2"] + FULL * 16)
+    own = stash_footprint(config, needs, layout=layout)
+    assert own.static_bytes == sum(whole.values())
+    # The running group and a prefetched or decoded one, or the scratch; and what is encoded: gate_up, in bf16 also x.
+    encoded = FULL * (48 + 112) if DTYPE in fields else 0
+    assert own.working_set_bytes == (1 if COMPUTE in fields else 2) * (whole["layer 1"] + encoded)
+    assert mean_row_bytes(config) == (sum(of_bf16) + sum(of_8_bits)) // 2
+    if DTYPE in fields:
+        check_encoding(config)
+        assert "in 8 bits, 164 instead of 260 or 164 instead of 244 bytes of each" in encoding_words(config)[0]
 
 
 def test_the_line_for_the_log_says_gains_and_costs() -> None:
@@ -265,11 +303,24 @@ def test_pages_in_which_a_gpu_computes_hold_whole_rows_and_a_tile_of_them() -> N
             page_size_on_gpu(settings(**{COMPUTE: "pages", **fields}))
 
 
+def test_pages_of_packed_rows_are_whole_in_all_layers_and_refused_if_they_are_huge() -> None:
+    size = "moe_paged_stash_page_size"
+    # Rows of x have 64 bytes in bf16 and 48 in 8 bits, and rows of gate_up 192.
+    config = settings(**MIXED, **{COMPUTE: "pages"})
+    assert page_size_on_gpu(config) == 3 * 128 and page_size_on_gpu(replace(config, **{size: 9})) == 9
+    with pytest.raises(ValueError, match=r"multiple of 3, .* \(64 and 192 and 48 bytes\), or moe_paged_stash_compute"):
+        page_size_on_gpu(replace(config, **{size: 8}))
+    wide = {"hidden_size": 7168, "moe_ffn_hidden_size": 2048, COMPUTE: "pages"}
+    with pytest.raises(ValueError, match="7232 bytes, and pages that .* have 791 MiB; must be copies .*, the default"):
+        page_size_on_gpu(settings(**{**MIXED, "fp8_recipe": "blockwise", **wide}))
+    assert page_size_on_gpu(settings(**BF16, **wide)) == 4 * 128, "in bf16, pages have 7 MiB"
+
+
 def test_experts_in_pages_prefetch_nothing_and_have_a_scratch_of_whole_buffers() -> None:
     (events,) = events_of(1, 3, 2)
     config, copied = settings(**{COMPUTE: "pages"}), settings()
     needs = needs_of(config, events)
-    assert [spec.row_bytes for spec in needs.specs] == [128, 384]
+    assert [spec.row_bytes for spec in needs.specs["layer 1"]] == [128, 384]
     assert (prefetch_groups(config), prefetch_groups(copied)) == (0, 1)
     pages = sum(-(-FULL * width // PAGE) for width in (128, 384))
     assert (scratch_pages(config, needs), scratch_pages(copied, needs)) == (pages, 0)

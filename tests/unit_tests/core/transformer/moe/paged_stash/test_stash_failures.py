@@ -273,7 +273,7 @@ def test_wrong_counts_are_named(num_rows: Any, max_rows: int) -> None:
         (lambda: make_stash(reserved_share=float("nan")), r"reserved_share \(nan\)"),
         (lambda: make_stash(reserved_share="1"), r"reserved_share \('1'\) must be a number"),
         (lambda: make_stash(events=[1]), r"events: got a int \(1\), must be StashEvent"),
-        (lambda: make_stash(specs=[1]), r"specs: got a int \(1\), must be TensorSpec"),
+        (lambda: make_stash(specs={"layer": [1]}), r"specs: got a int \(1\), must be TensorSpec"),
         (lambda: PagedStash(PoolLayout(16, 1)), r"pool: got a PoolLayout .* must be PagePool"),
         (
             lambda: make_stash().context("one", 1, max_rows=2, takes="all").__enter__(),

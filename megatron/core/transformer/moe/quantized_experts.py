@@ -1,0 +1,187 @@
+"""Weights of a rank's experts in 8 bits, and their products with rows in 8 bits. Used by expert_function.py.
+
+Shapes: R rows, e experts, I and O the widths of input and output rows. Packed rows are described in format.py of
+block_scaled, which also has the kernels.
+
+[Note: 8 bits] DeepSeek-V3 (arXiv 2412.19437, section 3.3) trains experts in 8 bits with a scale for each block. Here
+rows are quantized once, before they are copied into the buffer of the experts, so that dispatch, stash and both
+products with them read the same bytes:
+
+    forward    rows = quantized x     gate_up = rows W1    act = quantized activation(gate_up)    output = act W2
+    backward   grad = quantized gradient of the output     gradient of act = grad W2^T            likewise for fc1
+               gradient of W2 = act^T grad, from columns of both that are quantized again from their rows
+
+All scales are powers of two, so that decoding is exact, and columns of decoded rows lose only elements that a larger
+scale makes subnormal. gate_up, outputs and gradients of rows are in the precision of the parameters, and gradients of
+weights have one rounding, to the dtype of main_grad. Weights have scales for squares, so that products with the
+transposed weights read the same copy. The padding of an expert's rows up to a multiple of the block consists of zeros.
+
+[Note: when weights are quantized] Parameters remain in their precision, and optimizers, checkpoints and collectives do
+not know the copy. It is renewed in the first forward of a step, after the parameters have been gathered: updates,
+loads, and updates in backward come before it, and a repeated step renews it too. A CUDA graph of one layer finds the
+copy renewed by `prepare`; a graph of a whole step contains the renewal. Without steps, each forward renews it.
+
+[Note: direct calls] A layer has 13 calls of operators in 8 bits. They skip the checks of the functions for callers in
+block_scaled, which would cost the host as much as the calls, because all operands but the tokens are made here and in
+expert_function.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.core.block_scaled.format import BlockFormat
+from megatron.core.block_scaled.operators import ops, quantize_weight
+from megatron.core.fusions.gated_activation import ActivationForm
+from megatron.core.paged_rows import Rows, operand
+from megatron.core.transformer.moe.paged_stash import RowsReader
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLinear:
+    """The weights of fc1 or fc2 in 8 bits. packed: [e, I, row_bytes(O)], uint8, in square blocks. width: O."""
+
+    packed: Tensor
+    form: BlockFormat
+    width: int
+
+    def multiply(self, rows: Rows, *, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        """Multiplies each row by the matrix of its expert; rows: [R, row_bytes(I)], uint8, possibly in pages.
+
+        offsets: [e], int32. Returns [R, O], dtype, which is bf16 or fp32.
+        """
+        out = torch.empty(rows.shape[0], self.width, dtype=dtype, device=self.packed.device)
+        self.multiply_into(out, rows, offsets=offsets)
+        return out
+
+    def multiply_into(self, out: Rows, rows: Rows, *, offsets: Tensor, needed: Tensor | None = None) -> None:
+        """Does the same with the memory of `out`: [R, O], bf16 or fp32, possibly in pages.
+
+        needed: [1], int64: 0 computes nothing; None means 1.
+        """
+        (memory, of_rows), (out_memory, of_out) = operand("x", rows), operand("out", out)
+        block, width, places = self.form.block, self.width, {**of_rows, **of_out}
+        ops.scaled_product(
+            memory,
+            self.packed,
+            block=block,
+            offsets=offsets,
+            width=width,
+            is_transposed=False,
+            out=out_memory,
+            needed=needed,
+            **places,
+        )
+
+    def input_grad(self, grad: Tensor, *, offsets: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the gradient of the rows, [R, I]; grad: gradient of the product, [R, row_bytes(O)], uint8."""
+        out = torch.empty(grad.shape[0], self.packed.shape[1], dtype=dtype, device=grad.device)
+        block, width = self.form.block, self.width
+        ops.scaled_product(grad, self.packed, block=block, offsets=offsets, width=width, is_transposed=True, out=out)
+        return out
+
+
+def quantize(x: Tensor, form: BlockFormat, *, num_rows: Tensor | None = None) -> Tensor:
+    """Quantizes rows, [C, W], bf16 or fp32; returns [C, row_bytes(W)], uint8. See [Note: direct calls].
+
+    num_rows: [1], int64: live rows; None means all.
+    """
+    packed = form.empty_rows(*x.shape, device=x.device)
+    ops.quantize(x, block=form.block, num_rows=num_rows, out=packed)
+    return packed
+
+
+def activate(
+    gate_up: Rows, scale: Tensor, form: BlockFormat, *, activation: ActivationForm, num_rows: Tensor | None
+) -> Tensor:
+    """Returns the quantized activation of gate_up times the scale of each row: [C, row_bytes(F)], uint8.
+
+    gate_up: [C, 2F], or [C, F] for a plain activation, bf16 or fp32, possibly in pages. scale: [C], float. num_rows:
+    [1], int64: live rows.
+    """
+    packed = form.empty_rows(gate_up.shape[0], activation.width(gate_up), device=gate_up.device)
+    memory, places = operand("gate_up", gate_up)
+    options = {**places, **activation.arguments}
+    ops.gated_activation_quantize(memory, scale, block=form.block, num_rows=num_rows, out=packed, **options)
+    return packed
+
+
+@dataclass(frozen=True)
+class QuantizedGrads:
+    """WeightGrad of a product in 8 bits, computed from its input rows and the gradient of its output.
+
+    rows: [R, row_bytes(I)], uint8, possibly in pages; grad: [R, row_bytes(O)], uint8. widths: I and O. num_rows: [1],
+    int64: live rows. offsets: [e], int32, multiples of the block. shape, dtype: of the weight. reader: is informed
+    before and after the rows are read.
+    """
+
+    rows: Rows
+    grad: Tensor
+    form: BlockFormat
+    widths: tuple[int, int]
+    num_rows: Tensor
+    offsets: Tensor
+    shape: torch.Size
+    dtype: torch.dtype
+    reader: RowsReader | None = None
+
+    def compute(self) -> Tensor:
+        """Returns the gradient: [*weight shape], the weight's dtype."""
+        out = torch.empty(self.shape, dtype=self.dtype, device=self.grad.device)
+        self.add_to(out, scale=1.0, is_zero=True)
+        return out
+
+    def fits(self, out: Tensor) -> bool:
+        """Returns whether add_to supports the dtype of `out`: [*weight shape], any float dtype."""
+        return out.dtype in (torch.bfloat16, torch.float32)
+
+    def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
+        """Adds scale times the gradient to `out`: [*weight shape], bf16 or fp32. is_zero: overwrite `out`."""
+        if self.reader is not None:
+            self.reader.begin()
+        (inner, outer), num_rows, block = self.widths, self.rows.shape[0], self.form.block
+        x = self._columns(self.rows, inner)
+        if self.reader is not None:
+            self.reader.end()
+        grad, matrices, offsets = self._columns(self.grad, outer), out.view(-1, inner, outer), self.offsets
+        ops.scaled_weight_grad(
+            x, grad, block=block, offsets=offsets, rows=num_rows, out=matrices, scale=scale, is_added=not is_zero
+        )
+
+    def _columns(self, packed: Rows, width: int) -> Tensor:
+        columns = self.form.empty_rows(width, packed.shape[0], device=packed.device)
+        memory, places = operand("packed", packed)
+        ops.quantize_columns(memory, block=self.form.block, num_rows=self.num_rows, out=columns, **places)
+        return columns
+
+
+class QuantizedWeights:
+    """The weights of a rank's experts in 8 bits. See [Note: when weights are quantized]."""
+
+    def __init__(self, form: BlockFormat) -> None:
+        self.form = form
+        self._linears: tuple[QuantizedLinear, QuantizedLinear] | None = None
+        self._quantized_for: tuple[int, int, int] | None = None
+
+    def of_step(self, step: int | None, weight1: Tensor, weight2: Tensor) -> tuple[QuantizedLinear, QuantizedLinear]:
+        """Returns the weights of fc1 and fc2 in 8 bits, and quantizes them unless this was done in this step.
+
+        step: number of the step; None: outside of steps, quantize in each call. weight1, weight2: [e, I, O] each, bf16
+        or fp32, of the same shapes in all calls. Weights that an operation of torch has changed in place are quantized
+        again in any case.
+        """
+        state = None if step is None else (step, weight1._version, weight2._version)
+        linears = self._linears
+        if linears is None or linears[0].packed.device != weight1.device:
+            linears = self._empty(weight1), self._empty(weight2)
+        elif state is not None and state == self._quantized_for:
+            return linears
+        for linear, weight in zip(linears, (weight1, weight2)):
+            quantize_weight(weight, self.form, out=linear.packed)
+        self._linears, self._quantized_for = linears, state
+        return linears
+
+    def _empty(self, weight: Tensor) -> QuantizedLinear:
+        packed = self.form.empty_rows(*weight.shape, device=weight.device)
+        return QuantizedLinear(packed, self.form, width=weight.shape[2])
