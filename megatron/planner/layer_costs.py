@@ -25,6 +25,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
+from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe_config import layers_with_experts
 from megatron.core.transformer.rope import RotaryEmbedding
@@ -54,7 +55,6 @@ from megatron.planner.work import (
     merged,
 )
 from megatron.training.config import RunConfig
-from megatron.training.meters.memory import quantized_bytes_of
 from megatron.training.setup import build_model, build_model_and_optimizer
 
 EMBEDDING, END = "embedding", "end"
@@ -442,7 +442,8 @@ def _parts_of(model: nn.Module, run_config: RunConfig, *, forward_step: ForwardS
     for name, param in model.named_parameters():
         part = part_of_name(name) or END
         if param.requires_grad:
-            flat_buffer = buffer_kind(param, grad_reduce_in_fp32=in_fp32, experts_apart=True)
+            packs = run_config.ddp.fp8_param_gather
+            flat_buffer = buffer_kind(param, grad_reduce_in_fp32=in_fp32, experts_apart=True, packs=packs)
             param_size = ParamSize(param.numel(), flat_buffer, own_bucket=param_facts(param).shared_embedding)
             params.setdefault(part, []).append(param_size)
         else:
@@ -453,7 +454,8 @@ def _parts_of(model: nn.Module, run_config: RunConfig, *, forward_step: ForwardS
             other[part_of_name(name) or END] += buffer.nbytes
     quantized: Counter[str] = Counter()
     for name, module in unwrap_model(model).named_modules():
-        quantized[part_of_name(name) or END] += quantized_bytes_of(module)
+        if isinstance(module, GroupedMLP):
+            quantized[part_of_name(name) or END] += module.quantized_bytes
     saved: dict[str, dict[str, int]] = {}
     for label, size in _saved(model, run_config, forward_step=forward_step).items():
         part, _, kind = label.partition(": ")

@@ -386,7 +386,10 @@ def _data_messages(
                 found.append(Traffic(*group, "all-reduce", GRADS, times * count, times * grads))
                 continue
             found.append(Traffic(*group, "reduce-scatter", GRADS, times * count, times * grads))
-            found.append(Traffic(*group, "all-gather", PARAMS, count, layout.numel * kind.param_dtype.itemsize))
+            params, form = layout.numel * kind.param_dtype.itemsize, costs.config.block_format
+            if kind.is_packed and form is not None:
+                params = layout.numel + form.num_scales(layout.numel)  # rows are wide, so their padding is ignored
+            found.append(Traffic(*group, "all-gather", PARAMS, count, params))
     return merged(found)
 
 

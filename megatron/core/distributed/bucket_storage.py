@@ -148,18 +148,22 @@ class _ParamAndGradBucket:
 
     def gather(self) -> Handle:
         """Launches the gather of the parameters, to which each rank contributes its shard. Collective."""
-        flat = self.param_data if self.staged is None else self.staged.message()
         if self.packed is not None:
             flat = self.packed.message(self.param_data)
+        else:
+            flat = self.param_data if self.staged is None else self.staged.message()
         if self.settings.raw_dtype is not None:
             flat = flat.view(self.settings.raw_dtype)
-        if self.trace is not None:
-            self.trace.record(op="all-gather", group=self.settings.group, flat=flat, bucket=self.name)
-        return gather_shards_(flat, self.settings.group)
+        return self._gather(flat)
 
     def gather_exactly(self) -> Handle:
         """Launches a gather of parameters as they are, which were gathered in 8 bits before. Collective."""
-        return gather_shards_(self.param_data, self.settings.group)
+        return self._gather(self.param_data)
+
+    def _gather(self, flat: torch.Tensor) -> Handle:
+        if self.trace is not None:
+            self.trace.record(op="all-gather", group=self.settings.group, flat=flat, bucket=self.name)
+        return gather_shards_(flat, self.settings.group)
 
     def complete_gather(self) -> None:
         """Copies gathered parameters into the buffer, unless they were gathered in place."""

@@ -2,9 +2,8 @@
 
 Each rank quantizes its shard of a bucket, the ranks gather packed rows (format.py of block_scaled), and each rank
 decodes the shards of the other ranks into its parameters. Experts that quantize these again obtain the same numbers as
-without this, because the scales are powers of two. A rank's own shard keeps the rounded masters, so that replicas
-differ until DistributedDataParallel.restore_params gathers them as they are, before a checkpoint for example. In
-Megatron-LM the parameters are the 8 bits themselves.
+without the flag, because the scales are powers of two. A rank's own shard keeps the rounded masters, so that replicas
+differ until DistributedDataParallel.restore_params gathers them as they are, before a checkpoint for example.
 
 A square block must not extend over two shards, since its scale depends on all of its elements.
 """
@@ -38,12 +37,16 @@ class _Piece(NamedTuple):
 
 
 class PackedParams:
-    """The message of a bucket: [ranks * bytes of a shard], uint8. Each shard has the bytes of the largest one."""
+    """Builds and decodes the message in which a bucket's weights are gathered: `message`, a gather, then `unpack`.
+
+    It has equal parts for all ranks, each as long as the largest shard.
+    """
 
     def __init__(self, ranges: list[ParamRange], *, group: dist.ProcessGroup | None, numel: int) -> None:
-        """ranges: the bucket's weights, with which modules compute in 8 bits. numel: elements of the bucket.
+        """Computes the places of all shards' weights in the message.
 
-        Raises ValueError, on all ranks, if a shard ends within a square block.
+        ranges: the bucket's weights, with which modules compute in 8 bits. numel: elements of the bucket. Raises
+        ValueError, on all ranks, if a shard ends within a square block.
         """
         self._rank, ranks = group_rank(group), group_size(group)
         size = numel // ranks

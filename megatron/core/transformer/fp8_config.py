@@ -72,7 +72,7 @@ class FP8Config:
     def is_first_or_last_in_bf16(self, layer_number: int | None, *, num_layers: int) -> bool:
         """Returns whether first_last_layers_bf16 keeps a layer in bf16.
 
-        layer_number: starts at 1. Never for None, and for numbers above num_layers, as of multi-token prediction.
+        layer_number: starts at 1. False for None and for numbers above num_layers, which denote multi-token prediction.
         """
         if not self.first_last_layers_bf16 or layer_number is None or layer_number > num_layers:
             return False

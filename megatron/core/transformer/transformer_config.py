@@ -230,6 +230,11 @@ class TransformerConfig(
                 self.unscaled_init_method if of_embeddings is None else NormalInit(of_embeddings)
             )
 
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Numbers of the layers with experts, from 1; layers of multi-token prediction follow the others."""
+        return tuple(number for number, has_experts in enumerate(_has_experts_with_mtp(self), 1) if has_experts)
+
     def block_format_of(self, layer_number: int | None) -> BlockFormat | None:
         """Returns the format of the operands of a layer's experts, or None if they compute in bf16.
 

@@ -34,7 +34,7 @@ class StashFlags:
     In a run, StashSettings validates the values.
     """
 
-    num_layers: int
+    expert_layers: tuple[int, ...]
     block_format_of: Callable[[int | None], BlockFormat | None]
     hidden_size: int
     moe_ffn_hidden_size: int

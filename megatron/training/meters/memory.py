@@ -51,15 +51,7 @@ def parameter_bytes(model: Sequence[nn.Module]) -> int:
 def quantized_bytes(model: Sequence[nn.Module]) -> int:
     """Returns the bytes of the chunks' weights in 8 bits, which experts allocate in their first forward."""
     modules = (part for chunk in model for part in unwrap_model(chunk).modules())
-    return sum(quantized_bytes_of(part) for part in modules)
-
-
-def quantized_bytes_of(module: nn.Module) -> int:
-    """Returns the bytes of a module's own weights in 8 bits; 0 for modules other than experts."""
-    if not isinstance(module, GroupedMLP) or module.quantized is None:
-        return 0
-    hidden, ffn, row_bytes = module.config.hidden_size, module.ffn_hidden_size, module.quantized.form.row_bytes
-    return module.num_local_experts * (hidden * row_bytes(module.fc1_width) + ffn * row_bytes(hidden))
+    return sum(part.quantized_bytes for part in modules if isinstance(part, GroupedMLP))
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:

@@ -292,28 +292,34 @@ class CollectiveTransport:
 class RowExchange:
     """Differentiable all-to-all of rows. `start` launches it, `wait` completes it; backward exchanges the gradients.
 
-    send, receive: numbers of rows to and from each rank; None means the same number for every rank. received: packed
-    rows, if any were sent, valid after `wait`. See [Note: overlapped exchanges].
+    send, receive: numbers of rows to and from each rank; None means the same number for every rank. See [Note:
+    overlapped exchanges].
     """
 
     transport: RowTransport
     send: list[int] | None = None
     receive: list[int] | None = None
-    received: Tensor | None = field(init=False, default=None)
     # Also keeps a reference to the sent rows. Without it, their memory could be reused while it is still being read.
     _running: RowsUnderWay | None = field(init=False, default=None)
+    _packed: Tensor | None = field(init=False, default=None)
 
     def start(self, rows: Tensor, packed: Tensor | None = None) -> Tensor:
         """Launches the exchange; rows: [R, *], float, sorted by receiver. Returns the input of `wait`. Collective.
 
-        packed: [R, bytes], uint8, sent instead of the rows, which are then a placeholder; so is the result of `wait`.
-        Gradients are exchanged in the rows' shape and dtype in both cases.
+        packed: [R, bytes], uint8, sent instead of the rows, which are then a placeholder, like the result of `wait`.
+        See [Note: placeholders] in static_rows.py.
         """
         return _Start.apply(rows, self, packed)
 
     def wait(self, started: Tensor) -> Tensor:
         """Returns the received rows, or a placeholder, sorted by sender: [R', *], the rows' dtype."""
         return _Wait.apply(started, self)
+
+    def take_packed(self) -> Tensor | None:
+        """Returns the packed rows that were received, [R', bytes], uint8, after `wait`, and lets go of them."""
+        # Autograd keeps the exchange until backward.
+        received, self._packed = self._packed, None
+        return received
 
     def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> Tensor:
         """Starts the exchange in one direction; rows: [R, *], any dtype.
@@ -342,7 +348,7 @@ class _Start(PlainFunction):
         received = exchange.launch(rows if packed is None else packed, send=exchange.send, receive=exchange.receive)
         if packed is None:
             return received
-        exchange.received = received
+        exchange._packed = received
         return rows.new_empty(received.shape[0], *rows.shape[1:])
 
     @staticmethod

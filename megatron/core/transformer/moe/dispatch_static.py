@@ -187,7 +187,7 @@ class SentRows(NamedTuple):
     """Rows to send, [*, H], and their weights, [*].
 
     packed: the rows in 8 bits, [*, bytes], uint8, which are sent instead of the rows; these are then a placeholder, see
-    gather_packed_rows. None means that the rows are sent.
+    [Note: placeholders] in static_rows.py. None means that the rows are sent.
     """
 
     rows: Tensor
@@ -248,7 +248,6 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         self.group, self.experts = or_alone(groups.tp_ep), local
         self.num_local_experts, self.local_expert_indices = len(local), list(local)
         self._order: StaticOrder | None = None  # order of the rows that dispatch_postprocess returned
-        self._received: Tensor | None = None  # packed rows of the current forward
         self.budget = StaticBudget(
             factor=config.moe_expert_rank_capacity_factor,
             topk=config.moe_router_topk,
@@ -263,12 +262,12 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         self._demand = demand
 
     def take_packed(self) -> Tensor | None:
-        """Returns and clears the rows that token_dispatch received in 8 bits, [*, bytes], uint8.
+        """Returns the rows that token_dispatch received in 8 bits, [*, bytes], uint8, and lets go of them.
 
-        Returns None if they were not sent in 8 bits. Otherwise token_dispatch has returned a placeholder for them.
+        Returns None if they were not sent in 8 bits. Otherwise token_dispatch has returned a placeholder for them, see
+        [Note: placeholders] in static_rows.py.
         """
-        received, self._received = self._received, None
-        return received
+        return None
 
     def set_capacity_factor(self, factor: float) -> None:
         """Replaces moe_expert_rank_capacity_factor for later dispatches."""
@@ -448,8 +447,8 @@ def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRo
 class StaticExchange:
     """Row orders of one forward, which combine reverses.
 
-    sent: this rank's rows, ordered by receiving rank. num_tokens: T. packed: these rows in 8 bits, if they are sent as
-    such.
+    sent: this rank's rows, ordered by receiving rank. num_tokens: T. packed: rows in 8 bits, if rows are sent as such:
+    those to send, then those received.
     """
 
     rank_rows: RankRows
@@ -527,10 +526,14 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         self._run_shared_experts()
         rows, weights = exchanges[0].wait(rows), exchanges[1].wait(weights).squeeze(1)
         if passage.packed is not None:
-            # Backward keeps the exchange, and combine the passage, but not the rows.
-            self._received, exchanges[0].received = exchanges[0].received, None
-            self._passage = replace(passage, packed=None)
+            self._passage = replace(passage, packed=exchanges[0].take_packed())
         return rows, weights
+
+    def take_packed(self) -> Tensor | None:
+        passage: StaticExchange = self._passage
+        if passage.packed is not None:
+            self._passage = replace(passage, packed=None)
+        return passage.packed
 
     def order_received(self, hidden_states: Tensor) -> StaticOrder:
         """Sorts received rows by expert; hidden_states: [*, H], any float dtype."""

@@ -108,7 +108,7 @@ class _Call(NamedTuple):
     num_rows: Tensor | None
     order: StaticOrder | None
     stashed: StashedRows | None
-    packed: Tensor | None
+    packed_x: Tensor | None
     is_recorded: bool
 
 
@@ -123,15 +123,15 @@ def expert_outputs(
     offsets: Tensor,
     order: StaticOrder | None = None,
     stashed: StashedRows | None = None,
-    packed: Tensor | None = None,
+    packed_x: Tensor | None = None,
 ) -> Tensor:
     """Applies the experts and multiplies each row's output by its routing weight. Includes the biases.
 
     x: [N, H], parameter dtype, and probs: [N, K], float, with an order, which assigns rows of the buffer to them;
     without one, rows [R, H] sorted by expert, and their weights [R]. parts: runners of expert_fc1 and moe_act, within
     which their tensors are saved. offsets: [e], int32, on the device: end of each expert's rows. stashed: stores the
-    live rows for backward; requires an order. packed: x in 8 bits, [N, row_bytes(H)], uint8, if the experts compute in
-    8 bits and x was sent as such; the content of x is then not read. Returns [N, H] with an order, else [R, H],
+    live rows for backward; requires an order. packed_x: x in 8 bits, [N, row_bytes(H)], uint8, if the experts compute
+    in 8 bits and x was sent as such; the content of x is then not read. Returns [N, H] with an order, else [R, H],
     parameter dtype; the result and gradients of rows that are not live are undefined. Gradients of weights and of
     adapters' A go to their owners, if they have any (weight_grads.py). Second derivatives exist only without a static
     buffer, biases and adapters, with trainable fc1 weights and torch's kernels, and outside of hooks on saved tensors.
@@ -143,14 +143,14 @@ def expert_outputs(
         raise ValueError("stashed stores rows that this function copies, but order is None: pass the order of the rows")
     quantized, _ = math.quantized
     if quantized is not None:
-        _check_quantized(quantized.form, fc1, fc2, x, packed, order=order)
-    elif packed is not None:
-        raise ValueError("packed is x in 8 bits, but the experts have no weights in 8 bits: omit packed")
+        _check_quantized(quantized.form, fc1, fc2, x, packed_x, order=order)
+    elif packed_x is not None:
+        raise ValueError("packed_x is x in 8 bits, but the experts have no weights in 8 bits: omit it")
     num_rows = None
     if math.is_static:
         num_rows = offsets[-1:].long() if order is None else order.num_rows
     # A Function cannot see whether gradients are disabled around it.
-    call = _Call((fc1, fc2), math, parts, offsets, num_rows, order, stashed, packed, torch.is_grad_enabled())
+    call = _Call((fc1, fc2), math, parts, offsets, num_rows, order, stashed, packed_x, torch.is_grad_enabled())
     result: Tensor = _Experts.apply(call, x, probs, *fc1, *fc2)
     return result
 
@@ -160,20 +160,22 @@ def _check_quantized(
     fc1: ExpertLinear,
     fc2: ExpertLinear,
     x: Tensor,
-    packed: Tensor | None,
+    packed_x: Tensor | None,
     *,
     order: StaticOrder | None,
 ) -> None:
-    """Raises ValueError for what experts in 8 bits do not support; x: [N, H], any dtype; packed: see expert_outputs.
+    """Raises ValueError for what experts in 8 bits do not support; x: [N, H], any dtype; packed_x: see expert_outputs.
 
     Operators in 8 bits are called without the checks of their functions. See [Note: direct calls].
     """
     if x.dtype != fc1.weight.dtype:
         raise ValueError(f"x has dtype {x.dtype}: experts in 8 bits have parameters in {fc1.weight.dtype}")
-    if packed is not None:
-        form.check("packed", packed, x.shape[1])
-        if packed.shape[0] != x.shape[0]:
-            raise ValueError(f"packed has {packed.shape[0]} rows: must have one for each of the {x.shape[0]} tokens")
+    if packed_x is not None:
+        form.check("packed_x", packed_x, x.shape[1])
+        if packed_x.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"packed_x has {packed_x.shape[0]} rows: must have one for each of the {x.shape[0]} tokens"
+            )
     if order is None or order.alignment % form.block:
         raise ValueError(
             f"experts in 8 bits need the rows of each expert at multiples of {form.block}, but the order is "
@@ -329,7 +331,7 @@ def _kernel_of(
 class _Experts(PlainFunction):
     @staticmethod
     def forward(ctx: Any, call: _Call, x: Tensor, probs: Tensor, *tensors: Any) -> Tensor:
-        (fc1, fc2), math, parts, offsets, num_rows, order, _, packed, is_recorded = call
+        (fc1, fc2), math, parts, offsets, num_rows, order, _, packed_x, is_recorded = call
         # The parameters themselves, because hooks on saved tensors may return different tensors. But not `call`: a
         # runner of its parts may hold a graph that was captured with this node, and a cycle through a node stays alive.
         ctx.fcs, ctx.math = call.fcs, math
@@ -351,8 +353,8 @@ class _Experts(PlainFunction):
         scale = probs
         (quantized1, quantized2), static = math.quantized, math.is_static
         if order is not None:
-            tokens = x if packed is None else packed
-            if quantized1 is not None and packed is None:
+            tokens = x if packed_x is None else packed_x
+            if quantized1 is not None and packed_x is None:
                 tokens = quantize(x.contiguous(), quantized1.form)
             rows, scale = _dispatched(tokens, probs, order, into=saved.rows)
         kernel1 = kernel2 = ProductKernel.STASH
@@ -473,8 +475,9 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     rows, scale, low1, low2 = kept.get("rows", x), kept.get("scale", probs), kept.get("low1"), kept.get("low2")
     quantized1, quantized2 = math.quantized
     form = None if quantized1 is None else quantized1.form
-    encoded = None if form is None else quantize(grad.contiguous(), form)
-    if ctx.is_ordered and (encoded is None or fc2.bias is not None):
+    dtype, packed_grad = grad.dtype, None if form is None else quantize(grad.contiguous(), form)
+    # The gradients of fc2's bias need the rows as they are.
+    if ctx.is_ordered and (packed_grad is None or fc2.bias is not None):
         grad = _combined_grad(grad, token_of_row, num_rows=num_rows)
 
     grad_scale = None
@@ -485,9 +488,8 @@ def _first_order(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     needs_act = needs_gate_up or needs.probs
     factor1, factor2 = math.factors
     bias2 = _bias_grad(ctx.fcs[1].bias, grad, scale=scale, offsets=offsets) if needs.fc2.bias else None
-    dtype = grad.dtype
-    if encoded is not None:
-        grad, encoded = _combined_grad(encoded, token_of_row, num_rows=num_rows), None
+    if packed_grad is not None:
+        grad, packed_grad = _combined_grad(packed_grad, token_of_row, num_rows=num_rows), None
     back = _back_through(
         fc2, needs.fc2, grad, quantized2, dtype=dtype, needs_rows=needs_act, offsets=offsets, factor=factor2
     )

@@ -55,7 +55,7 @@ class ExpertStep(torch.nn.Module):
     dropped. factor_needed: [1], fp32, the smallest moe_expert_rank_capacity_factor that would have dropped no rows.
     passes: layer numbers of the forwards, in order; rows: [n], int64, the live rows of each forward. Neither includes
     recomputed forwards or forwards without gradients. stash: None if autograd saves whole buffers for backward. number:
-    of the step since the first `begin`; None before it.
+    how often `begin` was called; None before the first call.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -133,6 +133,14 @@ class GroupedMLP(MegatronModule):
             )
         return build_module(spec, self.shard, self.num_local_experts, config=self.config, sizes=sizes)
 
+    @property
+    def quantized_bytes(self) -> int:
+        """Bytes of the weights in 8 bits, which the first forward allocates; 0 if the experts do not use them."""
+        if self.quantized is None:
+            return 0
+        hidden, ffn, row_bytes = self.config.hidden_size, self.ffn_hidden_size, self.quantized.form.row_bytes
+        return self.num_local_experts * (hidden * row_bytes(self.fc1_width) + ffn * row_bytes(hidden))
+
     def set_format(self, form: BlockFormat | None) -> None:
         """Sets the format in which the experts compute; None means the precision of the parameters."""
         self.quantized = None if form is None else QuantizedWeights(form)
@@ -175,7 +183,7 @@ class GroupedMLP(MegatronModule):
         *,
         order: StaticOrder | None = None,
         stashed: StashedRows | None = None,
-        packed: Tensor | None = None,
+        packed_x: Tensor | None = None,
     ) -> tuple[Tensor, None]:
         """Applies each row's expert and multiplies the output by the row's routing weight. Includes the biases.
 
@@ -185,7 +193,7 @@ class GroupedMLP(MegatronModule):
 
         order: assigns the rows of a static buffer to the choices of N tokens. The first and third argument are then the
         tokens, [N, H], and their weights, [N, K], and the result is the sum of each token's rows, [N, H]. stashed:
-        saves the rows of the buffer for backward; requires an order. packed: the tokens in 8 bits, as expert_outputs
+        saves the rows of the buffer for backward; requires an order. packed_x: the tokens in 8 bits, as expert_outputs
         receives them.
         """
         if output_buffer is not None or grad_input_buffer is not None:
@@ -205,7 +213,7 @@ class GroupedMLP(MegatronModule):
             offsets=row_offsets(tokens_per_expert),
             order=order,
             stashed=stashed,
-            packed=packed,
+            packed_x=packed_x,
         )
         return output, None
 

@@ -162,7 +162,7 @@ class MoELayer(BaseMoELayer):
         if form is not None and not takes_order(self.experts):
             raise ValueError(
                 f"fp8 is {self.config.fp8!r}, but the experts of layer {self.layer_number} are "
-                f"{type(self.experts).__name__}: only GroupedMLP computes in 8 bits"
+                f"{type(self.experts).__name__}: must be GroupedMLP, or a subclass whose forward accepts `order`"
             )
         if isinstance(self.experts, GroupedMLP):
             self.experts.set_format(form)
@@ -258,9 +258,7 @@ class MoELayer(BaseMoELayer):
         if self.expert_step is not None and takes_order(self.experts):
             order = self.token_dispatcher.order_received(hidden_states)
             self.expert_step.record_demand(self.token_dispatcher.take_demand())
-            packed = self.token_dispatcher.take_packed()
-            more = () if packed is None else (packed,)
-            return self._run_static_experts(hidden_states, probs, order, *more)
+            return self._run_static_experts(hidden_states, probs, order, self.token_dispatcher.take_packed())
         rows, tokens_per_expert, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
         if self.expert_step is not None:
             self.expert_step.record_demand(self.token_dispatcher.take_demand())
@@ -269,18 +267,19 @@ class MoELayer(BaseMoELayer):
 
     @part("experts")
     def _run_static_experts(
-        self, hidden_states: Tensor, probs: Tensor, order: StaticOrder, packed: Tensor | None = None
+        self, hidden_states: Tensor, probs: Tensor, order: StaticOrder, packed_x: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Runs the experts on received tokens and sums the rows of each token, as one function with the stash.
 
-        packed: the tokens in 8 bits, if they were sent as such.
+        packed_x: the tokens in 8 bits, if they were sent as such.
         """
         assert self.expert_step is not None, "only layers with static buffers have orders"
         num_rows, max_rows = order.num_rows, order.slot_of_row.shape[0]
         stashed = self.expert_step.begin_experts(self.router.layer_number, num_rows, max_rows=max_rows)
         self.experts.step_number = self.expert_step.number
         with nullcontext() if stashed is None else stashed:
-            more = {} if packed is None else {"packed": packed}
+            # Subclasses may have a forward without this argument.
+            more = {} if packed_x is None else {"packed_x": packed_x}
             result: tuple[Tensor, Tensor | None] = self.experts(
                 hidden_states, order.rows_per_group, probs, order=order, stashed=stashed, **more
             )

@@ -16,14 +16,14 @@ scale makes subnormal. gate_up, outputs and gradients of rows are in the precisi
 weights have one rounding, to the dtype of main_grad. Weights have scales for squares, so that products with the
 transposed weights read the same copy. The padding of an expert's rows up to a multiple of the block consists of zeros.
 
-[Note: when weights are quantized] Parameters remain in their precision, and optimizers, checkpoints and collectives do
-not know the copy. It is renewed in the first forward of a step, after the parameters have been gathered: updates,
-loads, and updates in backward come before it, and a repeated step renews it too. A CUDA graph of one layer finds the
-copy renewed by `prepare`; a graph of a whole step contains the renewal. Without steps, each forward renews it.
+[Note: when weights are quantized] Parameters remain in their precision, and optimizers and checkpoints do not read the
+copy. The first forward of a step renews it, after the parameters have been gathered, and so does that of a repeated
+step or of an evaluation. Every update and load happens between steps or at the end of one, so the copy is current.
+Backward reads the same memory, so it must run before the next renewal. A CUDA graph of one layer finds the copy renewed
+by `prepare`; a graph of a whole step contains the renewal. Without steps, each forward renews it.
 
-[Note: direct calls] A layer has 13 calls of operators in 8 bits. They skip the checks of the functions for callers in
-block_scaled, which would cost the host as much as the calls, because all operands but the tokens are made here and in
-expert_function.py.
+[Note: direct calls] Experts call operators directly. The functions of block_scaled/operators.py would check operands
+that are made here and in expert_function.py, in a dozen calls per layer, which costs the host as much as the calls.
 """
 
 from dataclasses import dataclass

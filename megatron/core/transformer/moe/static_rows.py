@@ -5,6 +5,10 @@ functions, each the gradient of the other, then move the rows. Each operator has
 in triton_rows.py. No shape depends on the routing. Rows beyond the live ones are never read, so they may be undefined.
 `gather` and `sum_slots` are the same movements without autograd, for functions that own their rows.
 
+[Note: placeholders] Packed rows, as bytes, cannot carry gradients. If rows are sent in 8 bits, autograd passes a
+placeholder through the same functions: a tensor of the rows' shape and dtype, with undefined content and the gradient
+of the rows. It is allocated, but neither written nor read.
+
 A slot is one choice of one token: slot t * K + k. T tokens, K choices, e experts of a rank, C rows of the buffer, of
 which the first R are live, W elements in a row.
 """
@@ -128,8 +132,8 @@ def gather_packed_rows(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Does the same for tokens that are copied as packed rows: [T, bytes], uint8; see format.py of block_scaled.
 
-    Returns a placeholder for the rows, [C, W], x's dtype, whose content is undefined and whose gradient is that of the
-    rows; the packed rows, [C, bytes]; and the weights, [C].
+    Returns a placeholder for the rows, [C, W], x's dtype, see [Note: placeholders]; the packed rows, [C, bytes]; and
+    the weights, [C].
     """
     return _GatherLiveRows.apply(x, probs, order, num_rows, packed)
 

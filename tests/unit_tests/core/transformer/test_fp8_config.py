@@ -155,7 +155,7 @@ _NOTHING = "but nothing computes in 8 bits: set fp8 to 'e4m3' (--fp8-format), or
             f"{SENT} is 'mxfp8', but experts compute in bf16: rows are sent in the 8 bits in which experts compute",
         ),
         ({"moe_router_padding_for_fp8": True}, "renamed: use moe_router_padding_for_quantization"),
-        ({"fp8_param": True}, "parameters are gathered in bf16, and each rank quantizes"),
+        ({"fp8_param": True}, "parameters have at least 16 bits, and each rank quantizes"),
         ({"fp8_margin": 1}, "fp8_margin is 1: each block of elements has a scale that its own elements determine"),
         ({"fp8_wgrad": False}, "fp8_wgrad is False: only the experts' GEMMs compute in 8 bits, all three of them"),
         ({"fp4": "e2m1"}, "fp4 is 'e2m1': 4-bit training is not supported"),

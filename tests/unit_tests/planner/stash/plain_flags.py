@@ -5,7 +5,7 @@ import torch
 from megatron.planner.stash.stages import StashFlags
 
 FLAGS = StashFlags(
-    num_layers=8,
+    expert_layers=tuple(range(1, 9)),
     block_format_of=lambda layer: None,
     hidden_size=32,
     moe_ffn_hidden_size=32,

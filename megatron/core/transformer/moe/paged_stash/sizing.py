@@ -49,7 +49,6 @@ RowsOf = Callable[[GroupKey], int]
 class StashSettings(Protocol):
     """Settings that determine sizes. TransformerConfig implements them."""
 
-    num_layers: int
     hidden_size: int
     moe_ffn_hidden_size: int
     gated_linear_unit: bool
@@ -74,6 +73,11 @@ class StashSettings(Protocol):
     @property
     def captures_experts(self) -> bool:
         """Whether CUDA graphs capture parts of layers that contain experts."""
+        ...
+
+    @property
+    def expert_layers(self) -> Sequence[int]:
+        """Numbers of the layers with experts."""
         ...
 
     @property
@@ -188,8 +192,8 @@ def usual_page_size(config: StashSettings) -> int:
         raise ValueError(
             f"moe_paged_stash_compute is 'pages': with fp8, rows of x and gate_up have "
             f"{' and '.join(map(str, _widths(config)))} bytes, and pages that hold {TILE_ROWS} whole rows of each "
-            f"would have {num_bytes / 2**20:,.0f} MiB; must be copies (--moe-paged-stash-compute copies), the default "
-            "on GPUs"
+            f"would have {num_bytes / 2**20:,.1f} MiB, more than {_LARGEST_PAGE / 2**20:.0f} MiB; must be copies "
+            "(--moe-paged-stash-compute copies), the default on GPUs"
         )
     return size
 
@@ -213,8 +217,8 @@ def _widths(config: StashSettings) -> list[int]:
 
 
 def formats(config: StashSettings) -> list[BlockFormat | None]:
-    """Returns each format in which a layer's experts would save x, once; None stands for params_dtype."""
-    return list(dict.fromkeys(map(config.block_format_of, range(1, config.num_layers + 1))))
+    """Returns each format in which a layer's experts save x, once; None stands for params_dtype."""
+    return list(dict.fromkeys(map(config.block_format_of, config.expert_layers)))
 
 
 def expert_specs(config: StashSettings, *, rows: int, form: BlockFormat | None = None) -> tuple[TensorSpec, ...]:
@@ -265,7 +269,7 @@ def largest_of_layers(num_bytes: int, config: StashSettings, *, layers: Sequence
 def mean_row_bytes(config: StashSettings) -> int:
     """Returns the bytes of a row in pages as LearnedSizes records them: the mean of all layers."""
     of_forms = {form: stored_row_bytes(config, form) for form in formats(config)}
-    of_layers = [of_forms[config.block_format_of(layer)] for layer in range(1, config.num_layers + 1)]
+    of_layers = [of_forms[config.block_format_of(layer)] for layer in config.expert_layers]
     return sum(of_layers) // len(of_layers)
 
 
