@@ -40,7 +40,7 @@ if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # a clone works without installation
 
 from benchmarks.gpu.graph_step import Case, started_side  # noqa: E402
-from benchmarks.gpu.shapes import BALANCED, DROPLESS, PLAIN, SMALL, STATIC  # noqa: E402
+from benchmarks.gpu.shapes import BALANCED, DROPLESS, PLAIN, SMALL, STATIC, Side  # noqa: E402
 from benchmarks.sides import context  # noqa: E402
 from benchmarks.stub_gpu import build_stub, missing_requirement, stub_gpu  # noqa: E402
 
@@ -48,13 +48,18 @@ LAYERS = (2, 4)
 MICROBATCHES = 4
 WARM_STEPS = 4
 SHAPE = replace(SMALL, microbatches=MICROBATCHES, seq=32, extra="--bf16 --no-check-for-nan-in-loss-and-grad")
-# Name -> side of graph_step.py. stash: rows are copied into pages; pages: experts compute in them.
+_STASH, _PAGES = "eager static + stash", "eager static + stash, pages"
+IN_8_BITS = "--fp8-format e4m3 --fp8-recipe mxfp8"
+# Name -> side of graph_step.py, and further flags. stash: rows are copied into pages; pages: experts compute in them.
 SIDES = {
-    "plain": PLAIN,
-    "dropless": DROPLESS,
-    "static": STATIC,
-    "stash": "eager static + stash",
-    "pages": "eager static + stash, pages",
+    "plain": (PLAIN, ""),
+    "dropless": (DROPLESS, ""),
+    "static": (STATIC, ""),
+    "stash": (_STASH, ""),
+    "pages": (_PAGES, ""),
+    "8 bits": (STATIC, IN_8_BITS),
+    "8 bits, stash": (_STASH, IN_8_BITS),
+    "8 bits, pages": (_PAGES, f"{IN_8_BITS} --moe-paged-stash-page-size 48"),
 }
 
 
@@ -145,10 +150,17 @@ def serve(connection: Connection, side: str, layers: int, rounds: int) -> None:
     with ExitStack() as stack:
         count_launches = stack.enter_context(stub_gpu())
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-            step = stack.enter_context(started_side(case, case.sides[SIDES[side]])).step
+            step = stack.enter_context(started_side(case, side_of(case, side))).step
         for _ in range(WARM_STEPS):
             step()
         connection.send(cost_of(step, count_launches, rounds=rounds))
+
+
+def side_of(case: Case, name: str) -> Side:
+    """Returns a side of SIDES for a case."""
+    base, more = SIDES[name]
+    side = case.sides[base]
+    return replace(side, flags=f"{side.flags} {more}") if more else side
 
 
 def cost_of(step: Callable[[], None], count_launches: Callable[[], int], *, rounds: int) -> StepCost:

@@ -49,7 +49,7 @@ int cuModuleGetFunction(void **function, void *module, const char *name) { *func
 /* 0: threads of a block; others: registers and spills. */
 int cuFuncGetAttribute(int *value, int attribute, void *function) { *value = attribute == 0 ? 1024 : 0; return 0; }
 """
-_NAMESPACES = ("activation", "paged_stash", "static_rows", "router", "rope")
+_NAMESPACES = ("activation", "paged_stash", "static_rows", "router", "rope", "block_scaled")
 
 
 def missing_requirement() -> str | None:

@@ -3,7 +3,8 @@
     PYTHONPATH=. .venv/bin/python -m tests.device_model.faults [PART OF A NAME ...]
 
 patches each fault of faults.yaml into the running functions, trains the row that the fault names, and prints whether
-the model detected it.
+the model detected it. A fault of the kind LOSSES makes the program compute with old data, which is in order and alive:
+it is detected if losses differ from those without the fault.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from tests.device_model.host import on_modelled_gpus
 from tests.device_model.rows import Modelled, Row, all_rows, train
 
 ROOT = Path(__file__).resolve().parents[2]
+LOSSES = "LOSSES"
 FAULTS = Path(__file__).with_name("faults.yaml")
 
 
@@ -31,18 +33,26 @@ FAULTS = Path(__file__).with_name("faults.yaml")
 class DeviceFault(Fault):
     """A fault that the model must detect.
 
-    kind: expected kind of alarm. row: name of the row to train. flags: additional flags. eager: train without graphs.
+    kind: expected kind of alarm, or LOSSES. row: name of the row to train. flags: additional flags. eager: train
+    without graphs. steps: number of steps.
     """
 
     row: str
     flags: str = ""
     eager: bool = False
+    steps: int = 2
 
     def chosen_row(self) -> Row:
-        """Returns the row to train with the fault, with two steps. With graphs, the second step is a replay."""
+        """Returns the row to train with the fault. With graphs, all steps but the first are replays."""
         row = all_rows()[self.row]
         row = row.without_graphs() if self.eager else row
-        return Row((*row.argv, *self.flags.split()), row.ranks, num_steps=2)
+        return Row((*row.argv, *self.flags.split()), row.ranks, num_steps=self.steps)
+
+    def is_detected(self, records: Sequence[Modelled], sound: Sequence[Modelled]) -> bool:
+        """Returns whether the records of all ranks show the fault. sound: records without it."""
+        if self.kind == LOSSES:
+            return any(one.losses != other.losses for one, other in zip(records, sound, strict=True))
+        return any(self.kind in record.kinds for record in records)
 
 
 def read_faults() -> list[DeviceFault]:
@@ -155,7 +165,11 @@ def main() -> None:
             (records,) = results_of([fault]).values()
         except Exception as error:
             records = [Modelled(fault.name, error=f"{type(error).__name__}: {error}")]
-        is_found = any(fault.kind in record.kinds for record in records)
+        row = fault.chosen_row()
+        sound = (
+            [one for (one,) in on_modelled_gpus(train, row.ranks, [(fault.name, row)])] if fault.kind == LOSSES else []
+        )
+        is_found = fault.is_detected(records, sound)
         missed += not is_found
         print(f"{'found ' if is_found else 'MISSED'} {fault.name}: {fault.kind} in {fault.row}", flush=True)
         for record in records:

@@ -7,8 +7,8 @@ prints the alarms of the named rows, or of all rows. --waits also prints where t
 Most rows are configurations of the capture table in docs/cuda_graphs.md, captured as whole steps ("full: ...") or as
 parts of layers ("local: ..."), or eager ("eager: ...") where a whole step cannot be captured. The others are cases of
 the gate (tools/gate/cases.py) for features that the table lacks: FSDP2, ZeRO-2, offloading, updates in backward, and
-overflows of the stash. "pages, ..." is the row of the rest of the name, with experts that compute in pages, and
-"8 bits, ..." with rows that are stored in 8 bits.
+overflows of the stash. "pages, ..." is the row of the rest of the name, with experts that compute in pages, "8 bits,
+..." with rows that are stored in 8 bits, and "8-bit experts, ..." with experts that compute in 8 bits.
 """
 
 import argparse
@@ -46,6 +46,10 @@ PAGED = "pages, "  # prefix of these rows
 # A row that also trains with a stash of 8 bits.
 IN_8_BITS, ALSO_IN_8_BITS = ["--bf16", "--moe-paged-stash-dtype", "mxfp8"], "stash: pp vpp, prefetch"
 ENCODED = "8 bits, "
+# Rows whose experts also compute in 8 bits: eager with copies of rows, and with both kinds of graphs.
+BY_8_BITS = ["--fp8-format", "e4m3", "--fp8-recipe", "mxfp8"]
+ALSO_BY_8_BITS = ("stash: pp vpp, prefetch", "full: stash", "local: stash")
+QUANTIZED = "8-bit experts, "
 # Prefixes of the rows from the capture table.
 CAPTURED = ("full: ", "local: ", "eager: ")
 # Subjects of the gate whose cases are rows, except for cases that read files.
@@ -114,6 +118,10 @@ def all_rows() -> Mapping[str, Row]:
                 rows[case.name] = _row_of_case(case, NUM_STEPS + 1)
     for name in ALSO_IN_PAGES:
         rows[f"{PAGED}{name}"] = replace(rows[name], argv=(*IN_PAGES, *rows[name].argv))
+    for name in ALSO_BY_8_BITS:
+        rows[f"{QUANTIZED}{name}"] = replace(rows[name], argv=(*BY_8_BITS, *rows[name].argv))
+    quantized = rows[f"{QUANTIZED}full: stash"]
+    rows[f"{PAGED}{QUANTIZED}full: stash"] = replace(quantized, argv=(*IN_PAGES, *quantized.argv))
     encoded = rows[ALSO_IN_8_BITS]
     rows[f"{ENCODED}{ALSO_IN_8_BITS}"] = replace(encoded, argv=(*IN_8_BITS, *encoded.argv))
     return rows

@@ -1,4 +1,4 @@
-"""The device model detects every seeded fault of faults.yaml by an alarm of the expected kind.
+"""The device model detects every seeded fault of faults.yaml by an alarm of the expected kind, or by other losses.
 
 `python -m tests.device_model.faults NAME` prints the alarms of one fault.
 """
@@ -9,7 +9,7 @@ from functools import cache
 import pytest
 
 from tests.device_model.alarms import Kind
-from tests.device_model.faults import ROOT, DeviceFault, read_faults, results_of
+from tests.device_model.faults import LOSSES, ROOT, DeviceFault, read_faults, results_of
 from tests.device_model.host import on_modelled_gpus
 from tests.device_model.rows import Modelled, Row, train
 
@@ -34,9 +34,11 @@ def sound_records(ranks: int) -> dict[Row, list[Modelled]]:
 @pytest.mark.parametrize("fault", FAULTS.values(), ids=lambda fault: fault.name)
 def test_a_seeded_fault_is_found(fault: DeviceFault) -> None:
     row = fault.chosen_row()
-    assert all(record.alarms == [] and record.error is None for record in sound_records(row.ranks)[row])
+    sound = sound_records(row.ranks)[row]
+    assert all(record.alarms == [] and record.error is None for record in sound)
     found = records(row.ranks)[fault.name]
-    assert any(fault.kind in record.kinds for record in found), [record.error for record in found]
+    assert fault.is_detected(found, sound), [record.error for record in found]
+    assert fault.kind != LOSSES or all(len(record.losses) == fault.steps for record in found), "the fault ends the run"
 
 
 def test_every_fault_has_its_place_in_these_files() -> None:
@@ -49,5 +51,5 @@ def test_there_are_faults_of_every_kind_that_a_program_can_cause() -> None:
     by_kind = defaultdict(list)
     for fault in FAULTS.values():
         by_kind[fault.kind].append(fault.name)
-    assert by_kind.keys() == {kind.name for kind in Kind}
+    assert by_kind.keys() == {LOSSES, *(kind.name for kind in Kind)}
     assert len(FAULTS) >= 40

@@ -10,7 +10,7 @@ import pytest
 
 from tests.counts import long_count
 from tests.device_model.host import on_modelled_gpus
-from tests.device_model.rows import CAPTURED, ENCODED, PAGED, SUBJECTS_OF_GRAPHS, Modelled, all_rows, train
+from tests.device_model.rows import CAPTURED, ENCODED, PAGED, QUANTIZED, SUBJECTS_OF_GRAPHS, Modelled, all_rows, train
 
 ROWS = all_rows()
 # In addition to the capture table: each kind of parallelism, and each recompute level and tier of the stash. The other
@@ -32,7 +32,6 @@ USUAL = [
     "stash: recomputes down to inputs",
     "stash: overflow of inputs and retry",
     "stash: rerun with more pages",
-    "stash: pp vpp, prefetch",
     "step graph: few pages",
     "step graph: overflow and retry",
     "layer graphs: pages",
@@ -81,7 +80,7 @@ ALSO_LOCAL = [
 def _is_usual(name: str) -> bool:
     form, _, configuration = name.partition(": ")
     if not name.startswith(CAPTURED):
-        return name in USUAL or name.startswith((PAGED, ENCODED))
+        return name in USUAL or name.startswith((PAGED, ENCODED, QUANTIZED))
     better = {"full": [], "local": ["full"], "eager": ["full", "local"]}[form]
     is_first = not any(f"{one}: {configuration}" in ROWS for one in better)
     return is_first or (form == "local" and configuration in ALSO_LOCAL)
@@ -107,7 +106,7 @@ def test_a_row_trains_on_modelled_gpus_without_an_alarm(name: str) -> None:
         assert len(record.losses) == ROWS[name].num_steps and record.num_launches > 500
         # A part whose capture fails would run eagerly, and the row would not test its graphs.
         assert record.failure is None
-        assert (record.num_captures > 0) == name.removeprefix(PAGED).startswith(
+        assert (record.num_captures > 0) == name.removeprefix(PAGED).removeprefix(QUANTIZED).startswith(
             ("full: ", "local: ", *SUBJECTS_OF_GRAPHS)
         )
 
@@ -128,15 +127,23 @@ def test_rows_have_every_configuration_of_the_table_that_needs_no_other_gpus() -
         assert {name.partition(": ")[2] for name in names if name.startswith(CAPTURED)} == expected
 
 
+_AS_EAGER = ["dense, as Llama", "stash", "stash that drops to recompute", "pipeline"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["dense, as Llama", "stash", "stash that drops to recompute", "pipeline"])
-def test_graphs_of_the_model_train_as_its_eager_steps_do(name: str) -> None:
-    """Replays are bitwise equal to eager steps. Otherwise the rows would test a different program."""
-    row = ROWS[f"full: {name}"]
+@pytest.mark.parametrize(("kind", "name"), [*(("", name) for name in _AS_EAGER), (QUANTIZED, "stash")])
+def test_graphs_of_the_model_train_as_its_eager_steps_do(kind: str, name: str) -> None:
+    """Replays are bitwise equal to eager steps. Otherwise the rows would test a different program.
+
+    Experts in 8 bits would otherwise compute with stale copies of their weights.
+    """
+    row = ROWS[f"{kind}full: {name}"]
     eager = row.without_graphs()
     ((record,), *_) = on_modelled_gpus(train, row.ranks, [(name, eager)])
     for form in ("full", "local"):
-        assert records(row.ranks)[f"{form}: {name}"][0].losses == record.losses
+        assert records(row.ranks)[f"{kind}{form}: {name}"][0].losses == record.losses
+    if kind == QUANTIZED:
+        assert records(row.ranks)[f"{PAGED}{kind}full: {name}"][0].losses == record.losses
 
 
 @pytest.mark.slow

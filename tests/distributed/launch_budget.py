@@ -54,7 +54,7 @@ PHASES = {
     rf"{MOE}/dispatch_static\.py (order_rows|order_received|_begin|token_dispatch|dispatch_postprocess)": "dispatch",
     rf"{MOE}/expert_function\.py _dispatched\w*": "dispatch",
     rf"{MOE}/expert_function\.py _combined\w*": "combine",
-    rf"{MOE}/(expert_function|experts|grouped_gemm|paged_stash/expert_ops)\.py .*": "experts",
+    rf"{MOE}/(expert_function|experts|grouped_gemm|quantized_experts|paged_stash/expert_ops)\.py .*": "experts",
     rf"{MOE}/moe_layer\.py _run_(static_)?experts": "experts",
     rf"{MOE}/expert_step\.py .*": "experts",
     rf"{MOE}/shared_experts\.py .*": "shared expert",
@@ -80,7 +80,7 @@ ELSEWHERE, ACCUMULATION, ON_HOST = "elsewhere", "accumulation", "on the host"
 MOE_PHASES = ("router", "router losses", "order_by_expert", "demand", "dispatch", "experts", "combine")
 
 KINDS = {
-    "own kernels": r"(static_rows|activation|paged_stash|router|rope)::.*",
+    "own kernels": r"(static_rows|activation|paged_stash|router|rope|block_scaled)::.*",
     "collectives": r"c10d::.*",
     "products": r"aten::(mm|addmm|bmm|baddbmm|_grouped_mm|_scaled_dot_product\w*)\b.*",
     "sorts, scans": r"aten::(sort|topk|cumsum|searchsorted|bincount)\b.*",
@@ -220,6 +220,7 @@ _STATIC = """
 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01
 """.split()
 _STASH = "--moe-paged-stash --moe-paged-stash-page-size 4 --moe-paged-stash-buffer-size-factor-cuda 4".split()
+_IN_8_BITS = "--fp8-format e4m3 --fp8-recipe mxfp8".split()
 _EXPERT_PARALLEL = "--expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall".split()
 
 
@@ -236,6 +237,7 @@ SETTINGS = {
     "static experts": Setting(_STATIC),
     "static experts, stash": Setting([*_STATIC, *_STASH]),
     "static experts, stash of copies": Setting([*_STATIC, *_STASH, "--moe-paged-stash-compute", "copies"]),
+    "experts in 8 bits": Setting([*_STATIC, *_IN_8_BITS]),
     "static experts, two expert ranks": Setting([*_STATIC, *_EXPERT_PARALLEL], ranks=2),
 }
 

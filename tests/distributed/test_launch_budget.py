@@ -221,6 +221,53 @@ BUDGETS = {
             "embedding": (1, 0),
         },
     ),
+    "experts in 8 bits": Budget(
+        layer={
+            "norms": (18, 30),
+            "experts": (8, 12),
+            "attention": (4, 6),
+            "router losses": (10, 3),
+            "router": (6, 4),
+            "demand": (7, 0),
+            "gradient buffers": (0, 5),
+            "checks": (4, 0),
+            "dispatch": (2, 2),
+            "optimizer": (4, 0),
+            "residuals": (2, 1),
+            "combine": (1, 1),
+            "order_by_expert": (1, 0),
+        },
+        kinds={
+            "elementwise": (28, 21),
+            "copies": (11, 17),
+            "own kernels": (11, 17),
+            "products": (4, 9),
+            "reductions": (6, 0),
+            "fills": (4, 0),
+            "sorts, scans": (2, 0),
+            "indexing": (1, 0),
+        },
+        step={
+            "norms": (45, 74),
+            "loss": (31, 13),
+            "experts": (18, 24),
+            "router losses": (34, 6),
+            "checks": (17, 5),
+            "optimizer": (21, 0),
+            "attention": (8, 12),
+            "router": (12, 8),
+            "gradient buffers": (3, 15),
+            "report": (18, 0),
+            "demand": (14, 0),
+            "gradient norm": (9, 0),
+            "dispatch": (4, 4),
+            "embedding, output layer": (5, 3),
+            "residuals": (4, 2),
+            "combine": (2, 2),
+            "order_by_expert": (2, 0),
+            "embedding": (1, 0),
+        },
+    ),
     "static experts, two expert ranks": Budget(
         layer={
             "norms": (18, 30),
@@ -275,8 +322,12 @@ EXPERT_LAYER = {
     "static experts": (31, 15),
     "static experts, stash": (31, 15),
     "static experts, stash of copies": (31, 15),
+    "experts in 8 bits": (35, 22),
     "static experts, two expert ranks": (52, 22),
 }
+# Most launches of a layer whose experts compute in 8 bits, relative to bf16. The weights are quantized in each step,
+# which has one microbatch here.
+MOST_IN_8_BITS = 1.3
 counts = functools.cache(lambda name: count(SETTINGS[name]))
 
 
@@ -301,6 +352,11 @@ def test_layers_and_steps_launch_what_their_budget_says(name: str) -> None:
 @pytest.mark.parametrize("name", EXPERT_LAYER)
 def test_an_expert_layer_launches_what_its_budget_says(name: str) -> None:
     assert of_moe(by_phase(counts(name).layer)) == EXPERT_LAYER[name]
+
+
+def test_budgets_of_experts_in_8_bits_are_near_those_in_bf16() -> None:
+    in_bf16, in_8_bits = (EXPERT_LAYER[name] for name in ("static experts", "experts in 8 bits"))
+    assert sum(in_8_bits) <= MOST_IN_8_BITS * sum(in_bf16)
 
 
 def differences(budget: Table, found: Table) -> dict[str, bool]:

@@ -36,7 +36,12 @@ POOLS: dict[str, tuple[float, float, set[Counter]]] = {
 
 
 class Model:
-    """Layers of experts in a row, with inputs and results in fixed memory, as graphs require."""
+    """Layers of experts in a row, with inputs and results in fixed memory, as graphs require.
+
+    capacity: rows of a buffer. alignment: of the rows of each expert.
+    """
+
+    capacity, alignment = CAPACITY, 1
 
     def __init__(self, device: torch.device, *, has_more: bool = False) -> None:
         self.device, self._generator = device, torch.Generator().manual_seed(1)
@@ -64,17 +69,26 @@ class Model:
         generator = torch.Generator().manual_seed(seed)
         self.chosen.copy_(torch.multinomial(weights.expand(TOKENS, -1), CHOICES, generator=generator))
 
+    def math_of(self, number: int) -> ExpertMath:
+        """Returns the activation and constants of a layer."""
+        return self.math
+
     def gradients(self, stash: PagedStash | None) -> list[Tensor]:
         """Runs forward and backward. Returns the output and the gradients of inputs and parameters."""
         leaves = [one.detach().requires_grad_() for one in (self.x, self.probs)]
-        order = order_by_expert(self.chosen, EXPERTS, capacity=CAPACITY)
+        order = order_by_expert(self.chosen, EXPERTS, capacity=self.capacity, alignment=self.alignment)
         offsets = order.rows_per_group.cumsum(0, dtype=torch.int32)
         y = leaves[0]
         for number, fcs in enumerate(self.layers):
             stashed = None
             if stash is not None:
-                stashed = stash.begin(f"layer {number}", order.num_rows, max_rows=CAPACITY)
-            given: dict[str, Any] = {"math": self.math, "parts": LayerParts(), "offsets": offsets, "order": order}
+                stashed = stash.begin(f"layer {number}", order.num_rows, max_rows=self.capacity)
+            given: dict[str, Any] = {
+                "math": self.math_of(number),
+                "parts": LayerParts(),
+                "offsets": offsets,
+                "order": order,
+            }
             y = y + expert_outputs(y, leaves[1], *fcs, **given, stashed=stashed)
         parameters = [one for fcs in self.layers for fc in fcs for one in fc if one is not None]
         return [y.detach(), *torch.autograd.grad(y, [*leaves, *parameters], self.grad)]

@@ -1,4 +1,4 @@
-"""Compares kernels of block-scaled rows, and a stash of 8 bits, with the work in bf16 that they replace.
+"""Compares kernels of block-scaled rows, a stash of 8 bits, and experts in 8 bits with the work in bf16 they replace.
 
     python -m benchmarks.gpu.checks.block_scaled [--seconds N] [--rounds N] [--small]
 
@@ -6,6 +6,8 @@ quantize, dequantize   rows of x in blocks of 32 or 128; copy_ that reads and wr
 activation             SwiGLU that quantizes its result in blocks of 128; SwiGLU alone
 stash                  x and gate_up encoded, copied into pages and back, and decoded; the copies alone, in bf16
 forward, grad_x        products of fc1 in blocks of 128, of operands that are quantized already; torch's grouped_mm
+layer                  forward and backward of experts in blocks of 128, from tokens to their sums, with gradients of
+                       weights added to fp32; the same experts in bf16. Weights are quantized before, as once in a step
 
 The shape is a group of Qwen3-30B-A3B with 32,768 rows, H 2048 and F 768, in bf16, for 16 experts. The stash runs with
 device pages and with host pages, without its plans, on one stream, so that nothing overlaps. us and other_us are
@@ -14,7 +16,7 @@ above 1. gb_s counts bytes read and written, `bytes` is their number in 8 bits a
 work; for the stash both are the bytes in pages. `arithmetic` names how products multiply (see triton_products.py).
 There is no target.
 
-Expected seconds on an H200: 19, of which the CUDA context takes 4 and 13 Triton kernels compile in about 1 s each.
+Expected seconds on an H200: 32, of which the CUDA context takes 4 and 25 Triton kernels compile in about 1 s each.
 """
 
 import argparse
@@ -26,7 +28,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from benchmarks.gpu.checks import products
 from benchmarks.gpu.checks.ceilings import run_tasks
@@ -42,15 +45,21 @@ from megatron.core.block_scaled.operators import (
     quantize_weight,
 )
 from megatron.core.device import default_device, device_name
-from megatron.core.fusions.gated_activation import ActivationForm, activate_plainly
+from megatron.core.fusions.gated_activation import ActivationForm, GatedActivation, activate_plainly
+from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
+from megatron.core.transformer.module import LayerParts
+from megatron.core.transformer.moe.expert_function import ExpertLinear, ExpertMath, expert_outputs
 from megatron.core.transformer.moe.paged_stash.page_layout import Counter, PoolLayout, row_spec
 from megatron.core.transformer.moe.paged_stash.page_pool import PagePool
 from megatron.core.transformer.moe.paged_stash.row_encoding import decode, encode, encoded_bytes
+from megatron.core.transformer.moe.quantized_experts import QuantizedWeights
+from megatron.core.transformer.moe.static_rows import order_by_expert
 
 HOPPER = BlockFormat(128)
 PAGE_ROWS = 64  # rows of x in a page
 # Relative to the norm of torch's result. Both operands have 4 significant bits: about 4%.
 ERROR = 2.0**-4
+LAYER_ERROR = 2.0**-3  # three roundings to 8 bits in a row
 
 
 @dataclass(frozen=True)
@@ -196,6 +205,79 @@ def product(shape: Shape, device: torch.device, *, name: str) -> Compared:
     return Compared(ours, other, facts=facts)
 
 
+class Experts:
+    """The experts of a group as one layer. form: format in which they compute, or None for bf16.
+
+    x: [N, H], bf16, and probs: [N, K], fp32, of tokens whose K choices give shape.rows rows.
+    """
+
+    def __init__(self, shape: Shape, device: torch.device, *, form: BlockFormat | None) -> None:
+        generator, choices = torch.Generator().manual_seed(1), min(8, shape.experts)
+        num_tokens, self._form, self._num_experts = shape.rows // choices, form, shape.experts
+        chosen = torch.rand(num_tokens, shape.experts, generator=generator).topk(choices).indices
+        alignment = HOPPER.block
+        capacity = (-(-shape.capacity // alignment) + shape.experts) * alignment
+        self._order = order_by_expert(chosen.to(device), shape.experts, capacity=capacity, alignment=alignment)
+        self._offsets = self._order.rows_per_group.cumsum(0, dtype=torch.int32)
+
+        def normal(*sizes: int) -> Tensor:
+            return torch.randn(sizes, generator=generator).mul_(sizes[-1] ** -0.25).to(device, torch.bfloat16)
+
+        self._x = normal(num_tokens, shape.hidden).requires_grad_()
+        self._probs = torch.rand(num_tokens, choices, generator=generator).to(device).requires_grad_()
+        self._grad = normal(num_tokens, shape.hidden)
+        sizes = ((shape.hidden, 2 * shape.ffn), (shape.ffn, shape.hidden))
+        weights = [nn.Parameter(normal(shape.experts, *size)) for size in sizes]
+        self._fcs = [ExpertLinear(weight) for weight in weights]
+        self._main_grads = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+        for weight, main_grad in zip(weights, self._main_grads, strict=True):
+            set_grad_owner(weight, GradOwner(main_grad, partial(_add, main_grad)))
+        self._math = ExpertMath(GatedActivation(F.silu, True), is_static=True, share=1.0, factors=(0.0, 0.0))
+        if form is not None:
+            quantized = QuantizedWeights(form).of_step(1, *(weight.detach() for weight in weights))
+            self._math = self._math._replace(quantized=quantized)
+
+    def step(self) -> list[Tensor]:
+        """Runs forward and backward; returns the output and the gradient of x, [N, H], bf16."""
+        self._x.grad = self._probs.grad = None
+        output = expert_outputs(
+            self._x,
+            self._probs,
+            *self._fcs,
+            math=self._math,
+            parts=LayerParts(),
+            offsets=self._offsets,
+            order=self._order,
+        )
+        output.backward(self._grad)
+        assert self._x.grad is not None, "x requires a gradient"
+        return [output.detach(), self._x.grad]
+
+    def weight_grads(self) -> list[Tensor]:
+        """Returns the gradients of both weights, [e, I, O], summed over all steps: fp32, or bf16 on a CPU."""
+        pairs = zip(self._fcs, self._main_grads, strict=True)
+        return [main_grad if fc.weight.grad is None else fc.weight.grad for fc, main_grad in pairs]
+
+
+def _add(main_grad: Tensor, grad: WeightGrad) -> None:
+    grad.add_to(main_grad, scale=1.0, is_zero=False)
+
+
+def layer(shape: Shape, device: torch.device) -> Compared:
+    """Returns experts in 8 bits and in bf16. Raises AssertionError if their results are not near each other."""
+    ours, other = (Experts(shape, device, form=form) for form in (HOPPER, None))
+    results = ([*one.step(), *one.weight_grads()] for one in (ours, other))
+    distances = []
+    for found, expected in zip(*results, strict=True):
+        distances.append(((found.float() - expected.float()).norm() / expected.float().norm()).item())
+        limit = LAYER_ERROR
+        assert distances[-1] <= limit, f"layer: a distance of {distances[-1]:.3f} from bf16, must be at most {limit}"
+    arithmetic = triton_products.arithmetic_of(device, HOPPER.block).name
+    flops = 3 * 2 * shape.rows * 3 * shape.hidden * shape.ffn
+    facts = {"arithmetic": arithmetic, "distance": round(max(distances), 5), "flops": flops}
+    return Compared(ours.step, other.step, facts=facts)
+
+
 SIDES: Mapping[str, Callable[[Shape, torch.device], Compared]] = {
     **{f"quantize, blocks of {block}": partial(quantize, block=block) for block in BLOCKS},
     **{f"dequantize, blocks of {block}": partial(dequantize, block=block) for block in BLOCKS},
@@ -204,6 +286,7 @@ SIDES: Mapping[str, Callable[[Shape, torch.device], Compared]] = {
     "forward": partial(product, name="forward"),
     "grad_x": partial(product, name="grad_x"),
     "activation": activation,
+    "layer": layer,
 }
 SIDE_SECONDS = 2
 

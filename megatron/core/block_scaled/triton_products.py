@@ -360,6 +360,7 @@ def scaled_weight_grad(
     launch(programs, (*_parts(x, rows, arithmetic), *_parts(grad, rows, arithmetic), offsets, out), (rows,))
 
 
+@functools.lru_cache(MAX_PREPARED)
 def arithmetic_of(device: torch.device, block: int) -> Arithmetic:
     """Returns the arithmetic that launchers choose on a device. See [Note: arithmetic]."""
     if device.type != "cuda":

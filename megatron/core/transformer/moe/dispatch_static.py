@@ -530,6 +530,7 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         return rows, weights
 
     def take_packed(self) -> Tensor | None:
+        """Does the same for rows that were exchanged: [*, bytes], uint8, or None."""
         passage: StaticExchange = self._passage
         if passage.packed is not None:
             self._passage = replace(passage, packed=None)

@@ -66,8 +66,7 @@ class GroupedMLP(MegatronModule):
     Saves the rows, gate_up and the weights for backward, but not act. bias1: [e, 2F], bias2: [e, H], with
     add_bias_linear; bias2 is also multiplied by the routing weight. linear_fc1, linear_fc2: the adapters of fc1 and
     fc2, or None. quantized: the weights in 8 bits, if the configuration's fp8 is set, else None; see
-    [Note: rows in 8 bits] in expert_function.py. step_number: number of the current step, which MoELayer sets, or None;
-    the weights are quantized once in each step.
+    [Note: rows in 8 bits] in expert_function.py. MoELayer sets its step.
     """
 
     bias1: nn.Parameter | None
@@ -101,7 +100,6 @@ class GroupedMLP(MegatronModule):
             require_name(self.activation)
         self.is_static = is_static
         self.quantized: QuantizedWeights | None = None
-        self.step_number: int | None = None
         hidden = config.hidden_size
         # Megatron's shapes. The memory layout is [e, H, 2F] and [e, F, H].
         self.weight1 = empty_parameter(hidden, num_local_experts * self.fc1_width, config=config)
@@ -157,7 +155,7 @@ class GroupedMLP(MegatronModule):
         experts = self.num_local_experts
         weights = self.weight1.detach(), self.weight2.detach()
         return self.quantized.of_step(
-            self.step_number,
+            self.quantized.step,
             weights[0].view(experts, -1, self.fc1_width),
             weights[1].view(experts, self.ffn_hidden_size, -1),
         )

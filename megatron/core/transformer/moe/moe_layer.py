@@ -276,18 +276,20 @@ class MoELayer(BaseMoELayer):
         assert self.expert_step is not None, "only layers with static buffers have orders"
         num_rows, max_rows = order.num_rows, order.slot_of_row.shape[0]
         stashed = self.expert_step.begin_experts(self.router.layer_number, num_rows, max_rows=max_rows)
-        self.experts.step_number = self.expert_step.number
+        experts = self.experts
+        if experts.quantized is not None:
+            experts.quantized.step = self.expert_step.number
         with nullcontext() if stashed is None else stashed:
             # Subclasses may have a forward without this argument.
             more = {} if packed_x is None else {"packed_x": packed_x}
-            result: tuple[Tensor, Tensor | None] = self.experts(
+            result: tuple[Tensor, Tensor | None] = experts(
                 hidden_states, order.rows_per_group, probs, order=order, stashed=stashed, **more
             )
         return result
 
     def _quantize_experts(self) -> None:
-        if isinstance(self.experts, GroupedMLP) and self.expert_step is not None:
-            self.experts.step_number = self.expert_step.number
+        if isinstance(self.experts, GroupedMLP) and self.experts.quantized is not None and self.expert_step is not None:
+            self.experts.quantized.step = self.expert_step.number
             self.experts.quantized_weights()
 
     @part("experts")

@@ -157,10 +157,14 @@ class QuantizedGrads:
 
 
 class QuantizedWeights:
-    """The weights of a rank's experts in 8 bits. See [Note: when weights are quantized]."""
+    """The weights of a rank's experts in 8 bits. See [Note: when weights are quantized].
+
+    step: number of the current step, which a layer sets before each forward; None outside of steps.
+    """
 
     def __init__(self, form: BlockFormat) -> None:
         self.form = form
+        self.step: int | None = None
         self._linears: tuple[QuantizedLinear, QuantizedLinear] | None = None
         self._quantized_for: tuple[int, int, int] | None = None
 
