@@ -248,6 +248,8 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         self.group, self.experts = or_alone(groups.tp_ep), local
         self.num_local_experts, self.local_expert_indices = len(local), list(local)
         self._order: StaticOrder | None = None  # order of the rows that dispatch_postprocess returned
+        # Format in which rows are sent to the ranks of their experts; None sends them as they are.
+        self.sent_format: BlockFormat | None = None
         self.budget = StaticBudget(
             factor=config.moe_expert_rank_capacity_factor,
             topk=config.moe_router_topk,
@@ -260,14 +262,6 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
     def _record(self, demand: RowDemand, num_tokens: int) -> None:
         """Stores the demand of a dispatch for take_demand; num_tokens: T, tokens per rank."""
         self._demand = demand
-
-    def take_packed(self) -> Tensor | None:
-        """Returns the rows that token_dispatch received in 8 bits, [*, bytes], uint8, and lets go of them.
-
-        Returns None if they were not sent in 8 bits. Otherwise token_dispatch has returned a placeholder for them, see
-        [Note: placeholders] in static_rows.py.
-        """
-        return None
 
     def set_capacity_factor(self, factor: float) -> None:
         """Replaces moe_expert_rank_capacity_factor for later dispatches."""
@@ -478,8 +472,6 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         """
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection, row_alignment=row_alignment)
         self.transport = transport or CollectiveTransport(self.group)
-        # Format in which rows are sent to the ranks of their experts; None sends them as they are.
-        self.sent_format: BlockFormat | None = None
         self.layout = layout or rank_row_layout(default_device())
 
     def reserve(self, num_tokens: int, *, row_bytes: int) -> None:
@@ -530,7 +522,11 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         return rows, weights
 
     def take_packed(self) -> Tensor | None:
-        """Does the same for rows that were exchanged: [*, bytes], uint8, or None."""
+        """Returns the rows that token_dispatch received in 8 bits, [*, bytes], uint8, and lets go of them.
+
+        Returns None if they were not sent in 8 bits. Otherwise token_dispatch has returned a placeholder for them, see
+        [Note: placeholders] in static_rows.py.
+        """
         passage: StaticExchange = self._passage
         if passage.packed is not None:
             self._passage = replace(passage, packed=None)

@@ -148,10 +148,9 @@ class GroupedMLP(MegatronModule):
         ):
             set_square_blocks(weight, None if form is None else SquareBlocks(form, height, width))
 
-    def quantized_weights(self) -> tuple[QuantizedLinear, QuantizedLinear] | None:
-        """Returns the weights of fc1 and fc2 in 8 bits, quantized in this step; None if they are not used."""
-        if self.quantized is None:
-            return None
+    def quantized_weights(self) -> tuple[QuantizedLinear, QuantizedLinear]:
+        """Returns the weights of fc1 and fc2 in 8 bits, quantized in this step, of experts that compute in 8 bits."""
+        assert self.quantized is not None, "experts in the parameters' precision"
         experts = self.num_local_experts
         weights = self.weight1.detach(), self.weight2.detach()
         return self.quantized.of_step(
@@ -221,8 +220,7 @@ class GroupedMLP(MegatronModule):
         # All ranks that share an expert store the whole bias2. Each adds a share of it, because their results are
         # summed.
         math = ExpertMath(self.activation, self.is_static, 1 / self.shard.num_parts, factors)
-        quantized = self.quantized_weights()
-        return math if quantized is None else math._replace(quantized=quantized)
+        return math if self.quantized is None else math._replace(quantized=self.quantized_weights())
 
     # For checkpoints and optimizers.
 

@@ -258,7 +258,9 @@ class MoELayer(BaseMoELayer):
         if self.expert_step is not None and takes_order(self.experts):
             order = self.token_dispatcher.order_received(hidden_states)
             self.expert_step.record_demand(self.token_dispatcher.take_demand())
-            return self._run_static_experts(hidden_states, probs, order, self.token_dispatcher.take_packed())
+            is_packed = self.token_dispatcher.sent_format is not None
+            packed_x = self.token_dispatcher.take_packed() if is_packed else None
+            return self._run_static_experts(hidden_states, probs, order, packed_x)
         rows, tokens_per_expert, probs = self.token_dispatcher.dispatch_postprocess(hidden_states, probs)
         if self.expert_step is not None:
             self.expert_step.record_demand(self.token_dispatcher.take_demand())
