@@ -23,6 +23,9 @@ IN_8_BITS: Flags = {
     "fp8-format": "e4m3",
     "fp8-recipe": "mxfp8",
     "num-layers": 3,
+    # Rows of several blocks, of either recipe.
+    "hidden-size": 144,
+    "moe-ffn-hidden-size": 160,
     "global-batch-size": 8,
     "moe-expert-rank-capacity-factor": 2,
 }
@@ -51,11 +54,11 @@ class _Count:
         """Context manager that counts."""
 
         def of_step(
-            weights: QuantizedWeights, step: int | None, *given: Tensor
+            weights: QuantizedWeights, step: int | None, *given: Tensor, **params: Any
         ) -> tuple[QuantizedLinear, QuantizedLinear]:
             assert step is not None, "a trainer begins steps"
             before, self.forwards = weights._quantized_for, self.forwards + 1
-            found = _of_step(weights, None if self._always else step, *given)
+            found = _of_step(weights, None if self._always else step, *given, **params)
             self.quantized += weights._quantized_for != before
             return found
 
@@ -173,12 +176,13 @@ def _losses(flags: Flags) -> Any:
 
 
 def test_layouts_have_losses_within_the_rounding_of_their_sums() -> None:
-    # A difference in the last bit of bf16 may move an element to the next number of 8 bits, so with fp32 losses are
-    # closer.
-    for precision, tolerance in (({"bf16": None}, 5e-4), ({}, 4e-3)):
-        (alone,) = run_on_ranks(_losses, 1, {**FOUR, **precision})
-        (plain,) = run_on_ranks(_losses, 1, {**FOUR, **precision, "fp8-format": None, "fp8-recipe": None})
-        assert alone != plain
-        for flags in (layout(ep=2), {**layout(ep=2), "moe-token-dispatcher-type": "alltoall"}, layout(pp=2), layout(2)):
-            for found in run_on_ranks(_losses, 2, {**FOUR, **precision, **flags}):
-                assert found == pytest.approx(alone, rel=tolerance), flags
+    # In fp32, because a difference in the last bit of bf16 moves many elements to the next number of 8 bits.
+    flags: Flags = {**FOUR, "bf16": None}
+    (alone,) = run_on_ranks(_losses, 1, flags)
+    (plain,) = run_on_ranks(_losses, 1, {**flags, "fp8-format": None, "fp8-recipe": None})
+    by_8_bits = max(abs(one - other) for one, other in zip(alone, plain, strict=True))
+    for more in (layout(ep=2), {**layout(ep=2), "moe-token-dispatcher-type": "alltoall"}, layout(pp=2), layout(2)):
+        for found in run_on_ranks(_losses, 2, {**flags, **more}):
+            by_layout = max(abs(one - other) for one, other in zip(found, alone, strict=True))
+            print(more, by_layout, by_8_bits)
+            assert by_layout < by_8_bits / 3, more

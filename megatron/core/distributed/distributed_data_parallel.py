@@ -797,7 +797,8 @@ def _warn_of_settings(
     if scheduler.num_chunks > 0 or group_rank(scheduler.stage_group) > 0:
         return
     is_narrow = any(buffer.grad_data.dtype.itemsize < 4 for buffer in buffers)
-    for words in config.without_effect(has_16_bit_grads=is_narrow):
+    has_packed = any(bucket.packed is not None for buffer in buffers for bucket in buffer.buckets)
+    for words in config.without_effect(has_16_bit_grads=is_narrow, has_packed_params=has_packed):
         logger.warning("DistributedDataParallelConfig: %s has no effect", words)
 
 

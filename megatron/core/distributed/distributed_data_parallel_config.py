@@ -184,12 +184,18 @@ class DistributedDataParallelConfig(MegatronConfig):
                 "accumulate in fp32, or set only one of the two"
             )
 
-    def without_effect(self, *, has_16_bit_grads: bool) -> list[str]:
-        """Describes settings that have no effect; has_16_bit_grads: whether any gradients are reduced in 16 bits."""
+    def without_effect(self, *, has_16_bit_grads: bool, has_packed_params: bool) -> list[str]:
+        """Describes settings that have no effect.
+
+        has_16_bit_grads: whether any gradients are reduced in 16 bits. has_packed_params: whether any parameters are
+        gathered in 8 bits.
+        """
         narrow = ("reduce_scatter_with_fp32_accumulation", "param_name_patterns_for_fp32_local_accumulation")
         found = {
             "bucket_size without overlap_grad_reduce": self.bucket_size is not None and not self.cuts_buckets,
             "num_buckets without overlap_grad_reduce": self.num_buckets is not None and not self.cuts_buckets,
+            "fp8_param_gather without weights in 8 bits that several ranks share": self.fp8_param_gather
+            and not has_packed_params,
             **{f"{name} with fp32 gradients": vars(self)[name] and not has_16_bit_grads for name in narrow},
         }
         return [words for words, is_so in found.items() if is_so]

@@ -106,11 +106,12 @@ def _by_matrix(piece: _Piece) -> list[slice]:
 
 def _check_cuts(part: ParamRange, blocks: SquareBlocks, *, rank: int) -> None:
     matrix, step = blocks.height * blocks.width, blocks.form.block * blocks.width
+    where = f"at a multiple of {step} elements, the rows of a square block" if step < matrix else "at its beginning"
     for cut in (part.start, part.start + part.span.numel):
         if cut % matrix % step:
             raise ValueError(
-                f"fp8_param_gather is True, but the shard of rank {rank} begins or ends at element {cut % matrix} of a "
-                f"matrix of {part.name}, [{blocks.height}, {blocks.width}], and must do so at a multiple of "
-                f"{step} elements, the rows of a square block: use another number of data-parallel ranks of the "
-                "experts, other buckets (--ddp-bucket-size, --ddp-num-buckets), or omit --fp8-param-gather"
+                f"fp8_param_gather (--fp8-param-gather) is True, but the shard of rank {rank} begins or ends at "
+                f"element {cut % matrix} of a matrix of {part.name}, [{blocks.height}, {blocks.width}], and must do so "
+                f"{where}: use another number of data-parallel ranks of the experts, other buckets "
+                "(--ddp-bucket-size, --ddp-num-buckets), or omit it"
             )

@@ -373,13 +373,17 @@ def validate_precision_of_experts(config: TransformerConfig) -> None:
 
 
 def precision_lines(config: TransformerConfig) -> tuple[str, ...]:
-    """Returns a log line about the layers whose experts compute in 8 bits, or nothing without such layers."""
-    return precision_words(
+    """Returns log lines about the layers whose experts compute in 8 bits, or nothing without such layers."""
+    lines = precision_words(
         config,
         params_dtype=config.params_dtype,
         num_layers=config.num_layers,
         has_experts=_has_experts_with_mtp(config),
     )
+    is_sent = config.expert_model_parallel_size * config.expert_tensor_parallel_size > 1
+    if config.moe_dispatch_fwd_dtype != "bf16" and not is_sent:
+        lines = (*lines, "moe_dispatch_fwd_dtype has no effect: each rank has all experts, so that no rows are sent")
+    return lines
 
 
 def _has_experts_with_mtp(config: TransformerConfig) -> list[int]:

@@ -209,6 +209,8 @@ def check_fully_sharded(args: argparse.Namespace) -> Iterator[str]:
     for words, is_set, why in _fully_sharded_conflicts(args):
         if is_set:
             yield f"{words} and --use-torch-fsdp2 is given: {why}; leave one of them out"
+    # DistributedDataParallelConfig would require a sharded optimizer for it.
+    args.fp8_param_gather = False
 
 
 def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:

@@ -11,6 +11,7 @@ tensors in the graph's memory, and the stash's record of the part. `replaying`, 
 perform the host work of each replay.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +32,9 @@ from megatron.core.transformer.moe.paged_stash import (
     StashGroup,
     layer_name,
 )
+
+# Numbers of steps, over all instances: a copy of weights that was made in one of them is not taken for another's.
+_NUMBERS = itertools.count(1)
 
 
 @dataclass
@@ -55,7 +59,7 @@ class ExpertStep(torch.nn.Module):
     dropped. factor_needed: [1], fp32, the smallest moe_expert_rank_capacity_factor that would have dropped no rows.
     passes: layer numbers of the forwards, in order; rows: [n], int64, the live rows of each forward. Neither includes
     recomputed forwards or forwards without gradients. stash: None if autograd saves whole buffers for backward. number:
-    how often `begin` was called; None before the first call.
+    of the step, unlike that of any other; None before the first `begin`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -78,7 +82,7 @@ class ExpertStep(torch.nn.Module):
         """Clears the record. Call it before the first forward of each step."""
         self.rows_missing.zero_()
         self.factor_needed.zero_()
-        self.passes, self.number = [], (self.number or 0) + 1
+        self.passes, self.number = [], next(_NUMBERS)
 
     def record_demand(self, demand: RowDemand) -> None:
         """Records a dispatcher's demand. Raises RuntimeError if rows could be dropped and no step has begun."""

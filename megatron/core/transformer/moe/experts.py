@@ -152,11 +152,12 @@ class GroupedMLP(MegatronModule):
         """Returns the weights of fc1 and fc2 in 8 bits, quantized in this step, of experts that compute in 8 bits."""
         assert self.quantized is not None, "experts in the parameters' precision"
         experts = self.num_local_experts
-        weights = self.weight1.detach(), self.weight2.detach()
+        params = self.weight1, self.weight2
         return self.quantized.of_step(
             self.quantized.step,
-            weights[0].view(experts, -1, self.fc1_width),
-            weights[1].view(experts, self.ffn_hidden_size, -1),
+            params[0].detach().view(experts, -1, self.fc1_width),
+            params[1].detach().view(experts, self.ffn_hidden_size, -1),
+            params=params,
         )
 
     def init_methods(self) -> dict[str, InitMethod]:

@@ -19,14 +19,16 @@ transposed weights read the same copy. The padding of an expert's rows up to a m
 [Note: when weights are quantized] Parameters remain in their precision, and optimizers and checkpoints do not read the
 copy. The first forward of a step renews it, after the parameters have been gathered, and so does that of a repeated
 step or of an evaluation. Every update and load happens between steps or at the end of one, so the copy is current.
-Backward reads the same memory, so it must run before the next renewal. A CUDA graph of one layer finds the copy renewed
-by `prepare`; a graph of a whole step contains the renewal. Without steps, each forward renews it.
+Backward reads the same memory, and raises an error if it was renewed in between. A CUDA graph of one layer finds the
+copy renewed by `prepare`; a graph of a whole step contains the renewal. Without steps, each forward has a copy of its
+own.
 
 [Note: direct calls] Experts call operators directly. The functions of block_scaled/operators.py would check operands
 that are made here and in expert_function.py, in a dozen calls per layer, which costs the host as much as the calls.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,13 +40,17 @@ from megatron.core.paged_rows import Rows, operand
 from megatron.core.transformer.moe.paged_stash import RowsReader
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class QuantizedLinear:
-    """The weights of fc1 or fc2 in 8 bits. packed: [e, I, row_bytes(O)], uint8, in square blocks. width: O."""
+    """The weights of fc1 or fc2 in 8 bits. packed: [e, I, row_bytes(O)], uint8, in square blocks. width: O.
+
+    is_overwritten: whether the memory contains other weights by now.
+    """
 
     packed: Tensor
     form: BlockFormat
     width: int
+    is_overwritten: bool = False
 
     def multiply(self, rows: Rows, *, offsets: Tensor, dtype: torch.dtype) -> Tensor:
         """Multiplies each row by the matrix of its expert; rows: [R, row_bytes(I)], uint8, possibly in pages.
@@ -58,9 +64,11 @@ class QuantizedLinear:
     def multiply_into(self, out: Rows, rows: Rows, *, offsets: Tensor, needed: Tensor | None = None) -> None:
         """Does the same with the memory of `out`: [R, O], bf16 or fp32, possibly in pages.
 
-        needed: [1], int64: 0 computes nothing; None means 1.
+        needed: [1], int64: 0 computes nothing; None means 1. Raises RuntimeError as input_grad does.
         """
         (memory, of_rows), (out_memory, of_out) = operand("x", rows), operand("out", out)
+        if self.is_overwritten:
+            raise _overwritten()
         block, width, places = self.form.block, self.width, {**of_rows, **of_out}
         ops.scaled_product(
             memory,
@@ -75,11 +83,23 @@ class QuantizedLinear:
         )
 
     def input_grad(self, grad: Tensor, *, offsets: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the gradient of the rows, [R, I]; grad: gradient of the product, [R, row_bytes(O)], uint8."""
+        """Returns the gradient of the rows, [R, I]; grad: gradient of the product, [R, row_bytes(O)], uint8.
+
+        Raises RuntimeError if the weights have been overwritten since the forward.
+        """
+        if self.is_overwritten:
+            raise _overwritten()
         out = torch.empty(grad.shape[0], self.packed.shape[1], dtype=dtype, device=grad.device)
         block, width = self.form.block, self.width
         ops.scaled_product(grad, self.packed, block=block, offsets=offsets, width=width, is_transposed=True, out=out)
         return out
+
+
+def _overwritten() -> RuntimeError:
+    return RuntimeError(
+        "cannot run backward of experts in 8 bits: their weights were quantized again after the forward, because a new "
+        "step has begun or the weights have changed; run each backward before that"
+    )
 
 
 def quantize(x: Tensor, form: BlockFormat, *, num_rows: Tensor | None = None) -> Tensor:
@@ -159,33 +179,46 @@ class QuantizedGrads:
 class QuantizedWeights:
     """The weights of a rank's experts in 8 bits. See [Note: when weights are quantized].
 
-    step: number of the current step, which a layer sets before each forward; None outside of steps.
+    step: number of the current step, which a layer sets before each forward; None outside of steps. Copies, also in
+    files, are empty.
     """
 
     def __init__(self, form: BlockFormat) -> None:
         self.form = form
         self.step: int | None = None
         self._linears: tuple[QuantizedLinear, QuantizedLinear] | None = None
-        self._quantized_for: tuple[int, int, int] | None = None
+        self._quantized_for: tuple[int, ...] | None = None
 
-    def of_step(self, step: int | None, weight1: Tensor, weight2: Tensor) -> tuple[QuantizedLinear, QuantizedLinear]:
+    def __reduce__(self) -> Any:
+        return QuantizedWeights, (self.form,)
+
+    def of_step(
+        self, step: int | None, weight1: Tensor, weight2: Tensor, *, params: tuple[Tensor, Tensor]
+    ) -> tuple[QuantizedLinear, QuantizedLinear]:
         """Returns the weights of fc1 and fc2 in 8 bits, and quantizes them unless this was done in this step.
 
-        step: number of the step; None: outside of steps, quantize in each call. weight1, weight2: [e, I, O] each, bf16
-        or fp32, of the same shapes in all calls. Weights that an operation of torch has changed in place are quantized
-        again in any case.
+        step: number of the step; None: outside of steps, quantize in each call, into new memory. weight1, weight2: [e,
+        I, O] each, bf16 or fp32, of the same shapes in all calls, views of params. Those of other parameters, and
+        weights that an operation of torch has changed in place, are quantized again in any case.
         """
-        state = None if step is None else (step, weight1._version, weight2._version)
-        linears = self._linears
-        if linears is None or linears[0].packed.device != weight1.device:
-            linears = self._empty(weight1), self._empty(weight2)
-        elif state is not None and state == self._quantized_for:
-            return linears
-        for linear, weight in zip(linears, (weight1, weight2)):
-            quantize_weight(weight, self.form, out=linear.packed)
-        self._linears, self._quantized_for = linears, state
-        return linears
+        if step is None:
+            return self._quantized(weight1), self._quantized(weight2)
+        # Not their addresses, which FSDP2 changes with each gather of the same weights.
+        state = (step, id(params[0]), weight1._version, id(params[1]), weight2._version)
+        old = self._linears
+        if old is not None and state == self._quantized_for and old[0].packed.device == weight1.device:
+            return old
+        # In the same memory, from which CUDA graphs read the weights.
+        into1, into2 = (None, None) if old is None else old
+        self._linears, self._quantized_for = (self._quantized(weight1, into1), self._quantized(weight2, into2)), state
+        return self._linears
 
-    def _empty(self, weight: Tensor) -> QuantizedLinear:
-        packed = self.form.empty_rows(*weight.shape, device=weight.device)
+    # A copy that is made in inference mode could not be changed outside of it.
+    @torch.inference_mode(False)
+    def _quantized(self, weight: Tensor, into: QuantizedLinear | None = None) -> QuantizedLinear:
+        if into is None or into.packed.device != weight.device:
+            packed = self.form.empty_rows(*weight.shape, device=weight.device)
+        else:
+            packed, into.is_overwritten = into.packed, True
+        quantize_weight(weight, self.form, out=packed)
         return QuantizedLinear(packed, self.form, width=weight.shape[2])

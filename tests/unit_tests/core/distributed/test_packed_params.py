@@ -79,6 +79,6 @@ def test_each_rank_receives_the_numbers_of_8_bits(shape: str, ranks: int, monkey
 
 def test_a_shard_that_ends_within_a_block_is_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     ranges, flat, _ = weights((6, 40, 16))
-    words = r"shard of rank 0 begins or ends at element 320 of a matrix of weight0, \[40, 16\], .* multiple of 512 ele"
+    words = r"shard of rank 0 begins or ends at element 320 of a matrix of weight0, .* at a multiple of 512 elements"
     with pytest.raises(ValueError, match=words):
         gathered(ranges, flat, ranks=4, monkeypatch=monkeypatch)

@@ -4,6 +4,7 @@ Several cases are bugs that users of other systems met: one group, a buffer with
 uninitialised bytes of scales, stale copies of weights, frozen experts.
 """
 
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,7 @@ from megatron.core.transformer.module import LayerParts
 from megatron.core.transformer.moe import quantized_experts
 from megatron.core.transformer.moe.expert_function import ExpertLinear, ExpertMath, expert_outputs
 from megatron.core.transformer.moe.paged_stash import Counter, PagedStash, PagePool, PoolLayout, StashedRows
-from megatron.core.transformer.moe.quantized_experts import QuantizedWeights
+from megatron.core.transformer.moe.quantized_experts import QuantizedLinear, QuantizedWeights
 from megatron.core.transformer.moe.static_rows import StaticOrder, order_by_expert
 
 ACTIVATIONS = {
@@ -79,8 +80,15 @@ class Case:
     def inputs(self) -> list[Tensor]:
         return [self.x, self.probs, *(one for fc in self.fcs for one in fc if one is not None)]
 
-    def forward(self, stashed: StashedRows | None = None, order: StaticOrder | None = None) -> Tensor:
-        quantized = self.weights.of_step(None, self.fcs[0].weight.detach(), self.fcs[1].weight.detach())
+    def quantized(self, step: int | None) -> tuple[QuantizedLinear, QuantizedLinear]:
+        one, other = (fc.weight for fc in self.fcs)
+        return self.weights.of_step(step, one.detach(), other.detach(), params=(one, other))
+
+    def forward(
+        self, stashed: StashedRows | None = None, order: StaticOrder | None = None, quantized: Any = None
+    ) -> Tensor:
+        if quantized is None:
+            quantized = self.quantized(None)
         return expert_outputs(
             self.x,
             self.probs,
@@ -283,20 +291,58 @@ def quantizations(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     yield calls
 
 
+class Copies:
+    """The weights of two layers, which are their own parameters."""
+
+    def __init__(self) -> None:
+        self.weights = QuantizedWeights(BlockFormat(32))
+
+    def of(self, step: int | None, *given: Tensor) -> tuple[QuantizedLinear, QuantizedLinear]:
+        one, other = given
+        return self.weights.of_step(step, one, other, params=(one, other))
+
+
 def test_weights_are_quantized_once_a_step_and_after_each_change(quantizations: list[int]) -> None:
-    weights, copies = [normal(2, 8, 16, seed=1), normal(2, 16, 8, seed=2)], QuantizedWeights(BlockFormat(32))
-    first = copies.of_step(1, *weights)
+    weights, copies = (normal(2, 8, 16, seed=1), normal(2, 16, 8, seed=2)), Copies()
+    first = copies.of(1, *weights)
     assert [tuple(one.packed.shape) for one in first] == [(2, 8, 32), (2, 16, 16)]
-    assert copies.of_step(1, *weights) is first and quantizations == [8, 16]
-    copies.of_step(2, *weights)
+    assert copies.of(1, *weights) is first and quantizations == [8, 16]
+    copies.of(2, *weights)
     assert quantizations == [8, 16] * 2, "a gather writes without torch's notice, so each step quantizes"
     weights[1].mul_(2)
-    changed = copies.of_step(2, *weights)[1].packed
+    changed = copies.of(2, *weights)[1].packed
     assert quantizations == [8, 16] * 3
     assert torch.equal(changed, operators.quantize_weight(weights[1], BlockFormat(32)))
-    for _ in range(2):
-        copies.of_step(None, *weights)
-    assert quantizations == [8, 16] * 5, "outside of steps, each forward"
+    others = weights[0].clone(), weights[1].clone()
+    assert not torch.equal(copies.of(2, weights[0] * 2, weights[1])[0].packed, first[0].packed.new_zeros(2, 8, 32))
+    assert quantizations == [8, 16] * 4, "other weights"
+    one, other = copies.of(None, *others), copies.of(None, *others)
+    assert quantizations == [8, 16] * 6 and one[0].packed is not other[0].packed, "outside of steps, each forward"
+    copied = pickle.loads(pickle.dumps(copies.weights))
+    assert copied.form == copies.weights.form and copied.of_step(2, *others, params=others)
+    assert quantizations == [8, 16] * 7, "a copy is empty"
+
+
+def test_a_backward_never_reads_the_weights_of_another_forward() -> None:
+    case = Case(Shape())
+    expected = case.results()
+    output = case.forward()
+    changed = case.fcs[0].weight.detach() * 2, case.fcs[1].weight.detach() * 2
+    case.weights.of_step(None, *changed, params=changed)
+    assert torch.equal(torch.autograd.grad(output, case.x, case.grad)[0], expected[1])
+    output = case.forward(quantized=case.quantized(1))
+    assert torch.equal(torch.autograd.grad(output, case.x, case.grad)[0], expected[1])
+    output = case.forward(quantized=case.quantized(2))
+    case.weights.of_step(3, *changed, params=changed)
+    with pytest.raises(RuntimeError, match="their weights were quantized again after the forward, because a new step"):
+        torch.autograd.grad(output, case.x, case.grad)
+
+
+def test_weights_that_were_quantized_in_inference_mode_are_renewed_outside_of_it() -> None:
+    weights, copies = (normal(2, 8, 16, seed=1), normal(2, 16, 8, seed=2)), Copies()
+    with torch.inference_mode():
+        copies.of(1, *weights)
+    copies.of(2, *weights)
 
 
 def test_gradients_are_added_to_fp32_with_one_rounding() -> None:
@@ -349,7 +395,7 @@ def test_what_experts_in_8_bits_do_not_support_is_refused() -> None:
     case = Case(Shape())
     with pytest.raises(ValueError, match="rows of each expert at multiples of 32, but the order is aligned to 1: use"):
         case.forward(order=case.order._replace(alignment=1))
-    quantized = case.weights.of_step(None, case.fcs[0].weight.detach(), case.fcs[1].weight.detach())
+    quantized = case.quantized(None)
     options = {"parts": LayerParts(), "offsets": case.offsets, "math": case.math._replace(quantized=quantized)}
     with pytest.raises(ValueError, match="but the order is missing"):
         expert_outputs(case.x, case.probs[:, 0], *case.fcs, **options)
