@@ -54,8 +54,9 @@ class QuantizedModel(Model):
 
     def math_of(self, number: int) -> ExpertMath:
         fc1, fc2 = self.layers[number]
-        weights = self.weights[number]
-        return self.math._replace(quantized=weights.of_step(self.step, fc1.weight.detach(), fc2.weight.detach()))
+        params = fc1.weight, fc2.weight
+        quantized = self.weights[number].of_step(self.step, params[0].detach(), params[1].detach(), params=params)
+        return self.math._replace(quantized=quantized)
 
     def renew(self) -> None:
         """Quantizes the weights for self.step, as `prepare` of captured experts does."""

@@ -234,7 +234,8 @@ class Experts:
             set_grad_owner(weight, GradOwner(main_grad, partial(_add, main_grad)))
         self._math = ExpertMath(GatedActivation(F.silu, True), is_static=True, share=1.0, factors=(0.0, 0.0))
         if form is not None:
-            quantized = QuantizedWeights(form).of_step(1, *(weight.detach() for weight in weights))
+            fc1, fc2 = weights
+            quantized = QuantizedWeights(form).of_step(1, fc1.detach(), fc2.detach(), params=(fc1, fc2))
             self._math = self._math._replace(quantized=quantized)
 
     def step(self) -> list[Tensor]:

@@ -33,6 +33,7 @@ from megatron.core.transformer.moe.permutation import (
     sort_by_expert,
     unpermute_tokens,
 )
+from megatron.core.transformer.moe.static_rows import placeholder
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 
@@ -349,7 +350,7 @@ class _Start(PlainFunction):
         if packed is None:
             return received
         exchange._packed = received
-        return rows.new_empty(received.shape[0], *rows.shape[1:])
+        return placeholder(rows, received.shape[0])
 
     @staticmethod
     @first_order

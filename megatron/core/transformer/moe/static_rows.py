@@ -7,7 +7,7 @@ in triton_rows.py. No shape depends on the routing. Rows beyond the live ones ar
 
 [Note: placeholders] Packed rows, as bytes, cannot carry gradients. If rows are sent in 8 bits, autograd passes a
 placeholder through the same functions: a tensor of the rows' shape and dtype, with undefined content and the gradient
-of the rows. It is allocated, but neither written nor read.
+of the rows. All of its elements share the memory of one.
 
 A slot is one choice of one token: slot t * K + k. T tokens, K choices, e experts of a rank, C rows of the buffer, of
 which the first R are live, W elements in a row.
@@ -138,6 +138,11 @@ def gather_packed_rows(
     return _GatherLiveRows.apply(x, probs, order, num_rows, packed)
 
 
+def placeholder(like: Tensor, num_rows: int) -> Tensor:
+    """Returns a placeholder for rows: [num_rows, W], like's dtype; like: [*, W], any float dtype."""
+    return like.new_empty(()).expand(num_rows, like.shape[1])
+
+
 def sum_live_rows(rows: Tensor, *, order: StaticOrder, num_rows: Tensor) -> Tensor:
     """Sums the rows of each token.
 
@@ -159,7 +164,7 @@ class _GatherLiveRows(PlainFunction):
         if packed is None:
             rows = gather(x, order.token_of_row, num_rows=num_rows)
         else:
-            rows = x.new_empty(order.token_of_row.shape[0], x.shape[1])
+            rows = placeholder(x, order.token_of_row.shape[0])
             packed_rows = gather(packed, order.token_of_row, num_rows=num_rows)
             ctx.mark_non_differentiable(packed_rows)
         weights = gather(probs.reshape(-1, 1), order.slot_of_row, num_rows=num_rows)
