@@ -335,7 +335,7 @@ def _held(run: TrainingRun, activations: dict[str, int], host_activations: int) 
     params = [param for chunk in run.model for param in chunk.parameters()]
     buffers = [buffer for chunk in unwrap_model(run.model) for buffer in chunk.buffers()]
     experts = [part for chunk in run.model for part in chunk.modules() if isinstance(part, GroupedMLP)]
-    in_8_bits = [linear.packed for part in experts for linear in part.quantized_weights() or ()]
+    in_8_bits = [linear.packed for part in experts if part.quantized for linear in part.quantized_weights()]
     pool = None if run.expert_memory is None or run.expert_memory.stash is None else run.expert_memory.stash.pool
     assert run.optimizer is not None
     return Held(
