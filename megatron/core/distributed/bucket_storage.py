@@ -146,21 +146,17 @@ class _ParamAndGradBucket:
             self.trace.record(op=op, group=settings.group, flat=flat, bucket=self.name)
         return reduce_bucket_(flat, settings.group, sharded=settings.is_sharded, policy=settings.policy, into=into)
 
-    def gather(self) -> Handle:
-        """Launches the gather of the parameters, to which each rank contributes its shard. Collective."""
+    def gather(self, *, as_they_are: bool = False) -> Handle:
+        """Launches the gather of the parameters, to which each rank contributes its shard. Collective.
+
+        as_they_are: also if weights are gathered in 8 bits; complete_gather is not needed then.
+        """
         if self.packed is not None:
-            flat = self.packed.message(self.param_data)
+            flat = self.param_data if as_they_are else self.packed.message(self.param_data)
         else:
             flat = self.param_data if self.staged is None else self.staged.message()
         if self.settings.raw_dtype is not None:
             flat = flat.view(self.settings.raw_dtype)
-        return self._gather(flat)
-
-    def gather_exactly(self) -> Handle:
-        """Launches a gather of parameters as they are, which were gathered in 8 bits before. Collective."""
-        return self._gather(self.param_data)
-
-    def _gather(self, flat: torch.Tensor) -> Handle:
         if self.trace is not None:
             self.trace.record(op="all-gather", group=self.settings.group, flat=flat, bucket=self.name)
         return gather_shards_(flat, self.settings.group)

@@ -405,7 +405,7 @@ class DistributedDataParallel(_BaseDataParallel):
         packed = [bucket for group in self._groups for bucket in group.buckets if bucket.packed is not None]
         if packed:
             self.launch_order.finish_param_sync(self._groups)
-            for handle in [bucket.gather_exactly() for bucket in packed]:
+            for handle in [bucket.gather(as_they_are=True) for bucket in packed]:
                 handle.wait()
 
     def start_stale_param_sync(self, *unused: Any) -> None:
