@@ -94,11 +94,7 @@ def setup_run(
     publish_timers(timers)
     batches = setup_batches(run_config)
     model = build_model(model_provider, run_config)
-    fit = persistent_fit(model, run_config)
-    if not (fit.fits and logging.is_compact):
-        print_rank_0(f"  {fit.line}")
-    for line in precision_lines(run_config.transformer):
-        print_rank_0(f"  {line}")
+    _print_model_lines(model, run_config)
     optimizer = scheduler = None
     if not training.skip_train:
         optimizer, scheduler = setup_optimizer(model, run_config, config_overrides=config_overrides)
@@ -155,6 +151,15 @@ def setup_run(
     run.load_checkpoint()
     prepare_expert_memory(run)
     return run
+
+
+def _print_model_lines(model: list[nn.Module], run_config: RunConfig) -> None:
+    """Prints whether the model fits this machine, and which experts compute in 8 bits."""
+    fit = persistent_fit(model, run_config)
+    if not (fit.fits and run_config.logging.is_compact):
+        print_rank_0(f"  {fit.line}")
+    for line in precision_lines(run_config.transformer):
+        print_rank_0(f"  {line}")
 
 
 def setup_steps(
