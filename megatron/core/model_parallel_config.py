@@ -181,6 +181,37 @@ class PipelineConfig:
 
 
 @dataclass(kw_only=True)
+class ExpertOverlapConfig:
+    """Overlap of the exchanges between expert-parallel ranks with computation.
+
+    pipeline_parallel/pass_turns.py runs the passes of a pair, and tensor_parallel/weight_grads.py holds weight
+    gradients. Neither changes results.
+    """
+
+    cli_group: ClassVar[str] = "overlap of expert communication"
+
+    overlap_moe_expert_parallel_comm: bool = config_field(
+        False,
+        help="Run the forward pass of one micro-batch and the backward pass of another in turns, so that each computes "
+        "while rows of the other one are exchanged between the ranks of experts. Results are the same. Stages run more "
+        "forward passes ahead, which require memory. Requires --moe-token-dispatcher-type alltoall.",
+    )
+    delay_wgrad_compute: bool = config_field(
+        False,
+        help="Compute the weight gradients of a backward pass while it exchanges rows between the ranks of experts, "
+        "instead of together with the gradients of activations. Results are the same.",
+    )
+    overlap_dispatch_backward_with_experts_wgrad: bool = config_field(
+        False,
+        help="As --delay-wgrad-compute, for the weights of experts only: their gradients are computed while the "
+        "gradients of their rows are sent back.",
+    )
+
+    def __post_init__(self) -> None:
+        validate_fields(self)
+
+
+@dataclass(kw_only=True)
 class LayerOffloadConfig:
     """Settings for offloading whole layers. transformer/offload_config.py contains the settings for parts of layers."""
 
@@ -200,7 +231,9 @@ class LayerOffloadConfig:
 
 
 @dataclass(kw_only=True)
-class ModelParallelConfig(ParallelLayoutConfig, PipelineConfig, LayerOffloadConfig, MegatronConfig):
+class ModelParallelConfig(
+    ParallelLayoutConfig, PipelineConfig, ExpertOverlapConfig, LayerOffloadConfig, MegatronConfig
+):
     """Precision and schedule callables of a model, with its parallel layout; `TransformerConfig` inherits the fields.
 
     The training loop sets the callables. `grad_scale_func` scales the loss before backward, and the auxiliary losses of

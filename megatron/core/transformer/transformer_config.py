@@ -179,6 +179,7 @@ class TransformerConfig(
             partial(fill_in_sizes, self),
             partial(validate_gated_unit, self),
             partial(validate_moe, self),
+            partial(validate_expert_overlap, self),
             partial(validate_precision_of_experts, self),
             partial(validate_activations, self),
             partial(validate_layout_of_layers, self),
@@ -327,6 +328,31 @@ def validate_heads(config: TransformerConfig) -> None:
         partial(validate_attention, config, hidden_size=config.hidden_size, num_layers=config.num_layers),
         partial(validate_qk_clip, config, multi_latent_attention=is_latent),
     )
+
+
+def validate_expert_overlap(config: TransformerConfig) -> None:
+    """Raises ValueError if rows are not exchanged, or not in a way that computation can overlap with."""
+    flags = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"
+    given = next((flag for flag in flags if getattr(config, flag)), None)
+    if given is None:
+        return
+    if config.num_moe_experts is None:
+        raise ValueError(f"{given} is True but num_moe_experts is not set: without experts no rows are exchanged")
+    if config.expert_model_parallel_size * config.expert_tensor_parallel_size == 1:
+        raise ValueError(
+            f"{given} is True and expert_model_parallel_size is 1: experts of a single rank exchange no rows, so "
+            "distribute them over at least 2 ranks, or omit it"
+        )
+    if config.moe_token_dispatcher_type != "alltoall":
+        why = (
+            "the libraries of flex exchange the rows of one pass at a time"
+            if config.moe_token_dispatcher_type == "flex"
+            else "allgather does not separate the launch of an exchange from its end"
+        )
+        raise ValueError(
+            f"{given} is True and moe_token_dispatcher_type is {config.moe_token_dispatcher_type}: must be alltoall, "
+            f"because {why}"
+        )
 
 
 def validate_softmax_scale(config: TransformerConfig) -> None:

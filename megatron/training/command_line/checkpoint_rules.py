@@ -93,6 +93,7 @@ _FREE = """
     num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank microbatch_group_size_per_vp_stage
     decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers account_for_embedding_in_pipeline_split
     account_for_loss_in_pipeline_split pipeline_model_parallel_layout overlap_p2p_comm
+    overlap_moe_expert_parallel_comm delay_wgrad_compute overlap_dispatch_backward_with_experts_wgrad
     moe_grouped_gemm moe_token_dispatcher_type moe_flex_dispatcher_backend moe_dispatch_fwd_dtype moe_permute_fusion
     moe_shared_expert_overlap moe_router_padding_for_quantization moe_per_layer_logging
     moe_expert_rank_capacity_factor moe_paged_stash moe_paged_stash_compute moe_paged_stash_dtype
