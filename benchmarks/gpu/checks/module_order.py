@@ -11,7 +11,7 @@ from unittest.mock import patch
 from benchmarks.gpu.checks.reporting import checked_device, report
 from benchmarks.gpu.checks.training import become_a_rank, failure_of, first_difference
 from megatron.core.pipeline_parallel import schedule
-from megatron.core.pipeline_parallel.schedule import Action
+from megatron.core.pipeline_parallel.schedule import Action, Pair
 from tests.distributed.graph_runs import LOCAL, own_graphs, train_here
 from tests.distributed.stash_runs import ROUTER, stash
 from tests.functional_tests.case import Flags
@@ -37,9 +37,9 @@ PARTS = {
 one_forward_one_backward = schedule.one_forward_one_backward
 
 
-def as_first_of_two(stage: int, num_stages: int, *, num_microbatches: int) -> list[Action]:
+def as_first_of_two(stage: int, num_stages: int, *, num_microbatches: int, paired: bool = False) -> list[Action | Pair]:
     """Returns the order of the first of two stages, in place of the order of a single-stage pipeline."""
-    return one_forward_one_backward(0, 2, num_microbatches=num_microbatches)
+    return one_forward_one_backward(0, 2, num_microbatches=num_microbatches, paired=paired)
 
 
 def main() -> None:

@@ -1,10 +1,17 @@
 """Schedules as data: pure functions that list the forward and backward passes of each stage, in order.
 
 transfers.py derives the transfers between stages from these lists, and runner.py executes them.
+
+[Note: warm-up of paired passes] A pair starts when the inputs of both passes are there, and both outputs leave when the
+pair ends. With 1F1B's usual warm-up, one forward for each following stage, the last stage would pair a backward with
+the forward that it depends on. With one more forward, each pair of a stage would need the previous pair of the stage
+before it, and that pair would need the previous pair of this stage, so adjacent stages would run in turns, at half
+speed. Two forwards for each following stage, and one more, keep all stages busy. The usual warm-up of the interleaved
+schedule has two for each following stage, so one more is sufficient.
 """
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -29,9 +36,35 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.kind.value}{self.chunk}.{self.microbatch}"
 
+    @property
+    def passes(self) -> tuple["Action", ...]:
+        """The action itself, as for a pair."""
+        return (self,)
 
-# The passes of each stage.
-Orders = Sequence[Sequence[Action]]
+
+class Pair(NamedTuple):
+    """A backward and the forward of another microbatch, which run together and take turns. The backward begins."""
+
+    backward: Action
+    forward: Action
+
+    def __str__(self) -> str:
+        return f"{self.backward}+{self.forward}"
+
+    @property
+    def passes(self) -> tuple[Action, ...]:
+        """The backward and the forward."""
+        return tuple(self)
+
+
+# The passes of one stage, and of each stage.
+Order = Sequence[Action | Pair]
+Orders = Sequence[Order]
+
+
+def passes(order: Order) -> list[Action]:
+    """Lists the passes of an order, the backward of a pair before its forward."""
+    return [action for step in order for action in step.passes]
 
 
 class Neighbor(NamedTuple):
@@ -66,26 +99,30 @@ def _neighbor(pipeline: Pipeline, stage: int, *, action: Action, distance: int) 
     return Neighbor(its_stage, Action(action.kind, chunk, action.microbatch))
 
 
-def one_forward_one_backward(stage: int, num_stages: int, *, num_microbatches: int) -> list[Action]:
+def one_forward_one_backward(
+    stage: int, num_stages: int, *, num_microbatches: int, paired: bool = False
+) -> list[Action | Pair]:
     """Lists the 1F1B schedule of a stage: one warm-up forward per following stage, then alternating passes.
 
     Any number of microbatches is allowed. At most num_stages - stage microbatches are between forward and backward
-    (PipeDream-Flush, Narayanan et al. 2021).
+    (PipeDream-Flush, Narayanan et al. 2021). paired: whether alternating passes form pairs, after a longer warm-up.
     """
     forwards = [Action(ActionKind.FORWARD, 0, microbatch) for microbatch in range(num_microbatches)]
     backwards = [Action(ActionKind.BACKWARD, 0, microbatch) for microbatch in range(num_microbatches)]
-    return _alternating(forwards, backwards, ahead=forwards_ahead(stage, Pipeline(num_stages)))
+    ahead = forwards_ahead(stage, Pipeline(num_stages), paired=paired)
+    return _alternating(forwards, backwards, ahead=ahead, paired=paired)
 
 
 def interleaved_schedule(
-    stage: int, pipeline: Pipeline, *, num_microbatches: int, group_size: int | None = None
-) -> list[Action]:
+    stage: int, pipeline: Pipeline, *, num_microbatches: int, group_size: int | None = None, paired: bool = False
+) -> list[Action | Pair]:
     """Lists the interleaved 1F1B schedule of a stage.
 
     `group_size` microbatches pass through a chunk before the stage continues with its next chunk. group_size: at least
-    the number of stages, which is the default, because smaller groups would wait for themselves. Any number of
-    microbatches is allowed: a last group smaller than the number of stages is scheduled as if it were complete, and its
-    missing microbatches are skipped. Raises ValueError for a smaller group_size.
+    the number of stages, which is the default, because smaller groups would wait for themselves. paired: whether
+    alternating passes form pairs, after a longer warm-up. Any number of microbatches is allowed: a last group smaller
+    than the number of stages is scheduled as if it were complete, and its missing microbatches are skipped. Raises
+    ValueError for a smaller group_size.
     """
     stages, chunks = pipeline.num_stages, pipeline.num_chunks
     group_size = stages if group_size is None else group_size
@@ -100,8 +137,9 @@ def interleaved_schedule(
     padded = num_microbatches + (max(0, stages - remainder) if remainder else 0)
     forwards = grouped_forwards(padded, chunks, group_size=group_size)
     backwards = [Action(ActionKind.BACKWARD, chunks - 1 - f.chunk, f.microbatch) for f in forwards]
-    ahead = forwards_ahead(stage, pipeline, group_size=group_size)
-    return [a for a in _alternating(forwards, backwards, ahead=ahead) if a.microbatch < num_microbatches]
+    ahead = forwards_ahead(stage, pipeline, group_size=group_size, paired=paired)
+    order = _alternating(forwards, backwards, ahead=ahead, paired=paired)
+    return _only(order, lambda action: action.microbatch < num_microbatches)
 
 
 def grouped_forwards(num_microbatches: int, num_chunks: int, *, group_size: int) -> list[Action]:
@@ -114,26 +152,43 @@ def grouped_forwards(num_microbatches: int, num_chunks: int, *, group_size: int)
     ]
 
 
-def forwards_ahead(stage: int, pipeline: Pipeline, *, group_size: int | None = None) -> int:
+def forwards_ahead(stage: int, pipeline: Pipeline, *, group_size: int | None = None, paired: bool = False) -> int:
     """Returns the number of warm-up forwards before a stage alternates, if the step has at least that many.
 
-    group_size: group size of an interleaved schedule; None means the number of stages.
+    group_size: group size of an interleaved schedule; None means the number of stages. paired: whether alternating
+    passes form pairs, see [Note: warm-up of paired passes].
     """
     following = pipeline.num_stages - stage - 1
-    if pipeline.num_chunks == 1:
+    if pipeline.num_chunks == 1 and not paired:
         return following
-    return following * 2 + (pipeline.num_chunks - 1) * (group_size or pipeline.num_stages)
+    ahead = following * 2 + (pipeline.num_chunks - 1) * (group_size or pipeline.num_stages)
+    return ahead + 1 if paired else ahead
 
 
-def _alternating(forwards: list[Action], backwards: list[Action], *, ahead: int) -> list[Action]:
+def _alternating(forwards: list[Action], backwards: list[Action], *, ahead: int, paired: bool) -> list[Action | Pair]:
     ahead = min(ahead, len(forwards))
-    steady = [action for pair in zip(forwards[ahead:], backwards) for action in pair]
+    steady: list[Action | Pair] = []
+    for forward, backward in zip(forwards[ahead:], backwards):
+        steady += [Pair(backward, forward)] if paired else [forward, backward]
     return [*forwards[:ahead], *steady, *backwards[len(forwards) - ahead :]]
 
 
-def stage_orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None = None) -> list[list[Action]]:
+def _only(order: Order, is_kept: Callable[[Action], bool]) -> list[Action | Pair]:
+    """Removes passes from an order. A pass that loses the other pass of its pair remains as an action."""
+    remaining: list[Action | Pair] = []
+    for step in order:
+        kept = [action for action in step.passes if is_kept(action)]
+        remaining += [step] if len(kept) == len(step.passes) else kept
+    return remaining
+
+
+def stage_orders(
+    pipeline: Pipeline, num_microbatches: int, *, group_size: int | None = None, paired: bool = False
+) -> list[list[Action | Pair]]:
     """Lists the passes of every stage: sequential for one stage, 1F1B for several, interleaved for several chunks.
 
+    paired: whether a backward and the forward of another microbatch form a pair after the warm-up. A stage without
+    forwards after the warm-up has no pairs. Neither a chunk's first forward nor its last backward is ever in a pair.
     Raises ValueError for a group that is too small, and for several chunks without pipeline stages.
     """
     if pipeline.num_chunks > 1:
@@ -142,28 +197,45 @@ def stage_orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int |
                 f"{pipeline.num_chunks} model chunks were given: without pipeline parallelism there must be exactly 1"
             )
         return [
-            interleaved_schedule(stage, pipeline, num_microbatches=num_microbatches, group_size=group_size)
+            interleaved_schedule(
+                stage, pipeline, num_microbatches=num_microbatches, group_size=group_size, paired=paired
+            )
             for stage in range(pipeline.num_stages)
         ]
-    # With one stage, each backward directly follows its forward.
+    # With one stage, each backward directly follows its forward, or the forward of the next microbatch in a pair.
     return [
-        one_forward_one_backward(stage, pipeline.num_stages, num_microbatches=num_microbatches)
+        one_forward_one_backward(stage, pipeline.num_stages, num_microbatches=num_microbatches, paired=paired)
         for stage in range(pipeline.num_stages)
     ]
 
 
-def forward_only(actions: Sequence[Action]) -> list[Action]:
-    """Returns the schedule without its backward passes, for evaluation."""
-    return [action for action in actions if action.kind is ActionKind.FORWARD]
+def forward_only(order: Order) -> list[Action]:
+    """Returns the schedule without its backward passes, and therefore without pairs, for evaluation."""
+    return [action for action in passes(order) if action.kind is ActionKind.FORWARD]
 
 
-def validate_schedule(actions: Sequence[Action]) -> None:
-    """Raises ValueError if an action repeats, or if a backward does not follow the forward of its microbatch."""
+def validate_schedule(order: Order) -> None:
+    """Raises ValueError if a stage cannot run its passes in this order.
+
+    An action may not repeat, and a backward must follow the forward of its microbatch. A pair consists of a backward
+    and a forward that do not depend on each other. Dependencies that pass through other stages are checked by
+    validation.py.
+    """
     seen: set[Action] = set()
-    for action in actions:
-        if action in seen:
-            raise ValueError(f"schedule runs {action} twice")
-        forward = Action(ActionKind.FORWARD, action.chunk, action.microbatch)
-        if action.kind is ActionKind.BACKWARD and forward not in seen:
-            raise ValueError(f"schedule runs {action} before {forward}")
-        seen.add(action)
+    for step in order:
+        if isinstance(step, Pair):
+            _validate_pair(step)
+        for action in step.passes:
+            if action in seen:
+                raise ValueError(f"schedule runs {action} twice")
+            forward = Action(ActionKind.FORWARD, action.chunk, action.microbatch)
+            if action.kind is ActionKind.BACKWARD and forward not in seen:
+                raise ValueError(f"schedule runs {action} before {forward}")
+            seen.add(action)
+
+
+def _validate_pair(pair: Pair) -> None:
+    if pair.backward.kind is not ActionKind.BACKWARD or pair.forward.kind is not ActionKind.FORWARD:
+        raise ValueError(f"schedule pairs {pair}: must be a backward and a forward")
+    if pair.backward[1:] == pair.forward[1:]:
+        raise ValueError(f"schedule pairs {pair}: the backward needs what the forward computes")
