@@ -106,6 +106,7 @@ def forward_backward(
         Pipeline(communicator.num_stages, len(chunks)),
         num_microbatches,
         group_size=config.microbatch_group_size_per_vp_stage,
+        paired=config.overlap_moe_expert_parallel_comm,
         without_backward=forward_only,
         overlap=config.overlap_p2p_comm,
     )

@@ -16,9 +16,12 @@ from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule import (
     Action,
+    ActionKind,
     Orders,
+    Pair,
     Pipeline,
     forward_only,
+    passes,
     stage_orders,
 )
 from megatron.core.pipeline_parallel.timeline import timeline
@@ -68,7 +71,7 @@ class Await:
         return f"await {self.action}"
 
 
-Step = Action | Post | Await
+Step = Action | Pair | Post | Await
 # The whole program of one stage.
 Program = tuple[Step, ...]
 
@@ -79,14 +82,15 @@ def pipeline_programs(
     num_microbatches: int,
     *,
     group_size: int | None = None,
+    paired: bool = False,
     without_backward: bool = False,
     overlap: bool = True,
 ) -> tuple[Program, ...]:
     """Returns the program of each stage; arguments as in stage_orders and with_transfers.
 
-    without_backward: omits backward passes. Cached, because every step requests the same programs.
+    without_backward: omits backward passes, and therefore pairs. Cached, because every step requests the same programs.
     """
-    orders = stage_orders(pipeline, num_microbatches, group_size=group_size)
+    orders: Orders = stage_orders(pipeline, num_microbatches, group_size=group_size, paired=paired)
     if without_backward:
         orders = [forward_only(order) for order in orders]
     return with_transfers(orders, pipeline, overlap=overlap)
@@ -97,46 +101,56 @@ def with_transfers(orders: Orders, pipeline: Pipeline, *, overlap: bool) -> tupl
 
     See [Note: one order for all transfers]. overlap: whether a receive is posted before the pass during which it
     arrives, and awaited before the pass that requires it. Otherwise it is posted when the tensor has been sent, and
-    awaited immediately. Sends are posted after their pass.
+    awaited immediately. Sends are posted after their pass. A pair awaits the inputs of both passes, and both outputs
+    are sent after it.
     """
     spans = timeline(orders, pipeline)
     programs = []
     for stage, order in enumerate(orders):
-        # In the common order: by the time at which the sending pass ends, then by the sending stage.
-        keyed: list[tuple[tuple[float, int], Transfer]] = []
-        for action in order:
+        # In the common order: by the time at which the sending pass ends, then by the sending stage. A pair sends the
+        # output of its backward first.
+        keyed: list[tuple[_Key, Transfer]] = []
+        for action in passes(order):
+            is_forward = action.kind is ActionKind.FORWARD
             source, target = pipeline.source(stage, action), pipeline.target(stage, action)
             if source is not None:
-                sent = (spans[source.stage][source.action].end, source.stage)
+                sent = (spans[source.stage][source.action].end, source.stage, is_forward)
                 keyed.append((sent, Transfer(Direction.RECEIVE, action, source.stage)))
             if target is not None:
-                keyed.append(((spans[stage][action].end, stage), Transfer(Direction.SEND, action, target.stage)))
-        queue = _Queue(sorted(keyed, key=lambda pair: pair[0]))
+                sent = (spans[stage][action].end, stage, is_forward)
+                keyed.append((sent, Transfer(Direction.SEND, action, target.stage)))
+        queue = _Queue(sorted(keyed, key=lambda entry: entry[0]))
         steps: list[Step] = []
-        for action in order:
-            span = spans[stage][action]
+        for step in order:
+            span = spans[stage][step.passes[0]]
             arrived = queue.take((span.start, len(orders)))
             steps += _posted(arrived)
             if not overlap:
                 steps += [Await(t.action) for t in arrived if t.direction is Direction.RECEIVE]
-            elif pipeline.source(stage, action) is not None:
-                steps.append(Await(action))
+            else:
+                steps += [Await(action) for action in step.passes if pipeline.source(stage, action) is not None]
             if overlap:
-                # Excludes the output of this pass, which does not exist yet.
+                # Excludes the outputs of this step, which do not exist yet.
                 steps += _posted(queue.take((span.end, stage)))
-            steps.append(action)
+            steps.append(step)
         programs.append((*steps, *_posted(queue.take((float("inf"), 0)))))
     return tuple(programs)
+
+
+# Place of a transfer in the common order: end of the sending pass, sending stage, and whether a forward sends it. A
+# limit precedes all transfers that begin with it.
+_Key = tuple[float, int, bool]
+_Limit = tuple[float, int]
 
 
 class _Queue:
     """Transfers in the common order, from the first that is not posted yet."""
 
-    def __init__(self, keyed: Sequence[tuple[tuple[float, int], Transfer]]) -> None:
+    def __init__(self, keyed: Sequence[tuple[_Key, Transfer]]) -> None:
         self._keyed = keyed
         self._next = 0
 
-    def take(self, limit: tuple[float, int]) -> list[Transfer]:
+    def take(self, limit: _Limit) -> list[Transfer]:
         """Removes and returns the transfers before `limit`."""
         taken = []
         while self._next < len(self._keyed) and self._keyed[self._next][0] < limit:

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from megatron.core.pipeline_parallel.schedule import Action, Pipeline, validate_schedule
+from megatron.core.pipeline_parallel.schedule import Action, Pair, Pipeline, validate_schedule
 from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Program, Transfer
 
 # Maximum number of batches in flight on a stage, which waits for the oldest batch before it posts more; the runner uses
@@ -22,7 +22,7 @@ def validate_programs(programs: Sequence[Program], pipeline: Pipeline) -> None:
     """
     for stage, program in enumerate(programs):
         _validate_alone(program, pipeline, stage=stage)
-    _validate_pairs(programs, pipeline)
+    _validate_transfers(programs, pipeline)
     stages = [_Stage(program) for program in programs]
     # Stages that may now be able to continue.
     awake = list(range(len(stages)))
@@ -36,16 +36,20 @@ def validate_programs(programs: Sequence[Program], pipeline: Pipeline) -> None:
 
 
 def _validate_alone(program: Program, pipeline: Pipeline, *, stage: int) -> None:
-    """Checks one stage's program: inputs are posted, then awaited, then used; outputs are sent once they exist."""
-    validate_schedule([step for step in program if isinstance(step, Action)])
+    """Checks one stage's program: inputs are posted, then awaited, then used; outputs are sent once they exist.
+
+    A pair uses both inputs when it starts, and both outputs exist when it has ended.
+    """
+    validate_schedule([step for step in program if isinstance(step, (Action, Pair))])
     posted: set[Action] = set()
     there: set[Action] = set()
     done: set[Action] = set()
     for step in program:
-        if isinstance(step, Action):
-            if pipeline.source(stage, step) is not None and step not in there:
-                raise ValueError(f"stage {stage} runs {step} without its input")
-            done.add(step)
+        if isinstance(step, (Action, Pair)):
+            for action in step.passes:
+                if pipeline.source(stage, action) is not None and action not in there:
+                    raise ValueError(f"stage {stage} runs {action} without its input")
+            done.update(step.passes)
         elif isinstance(step, Await):
             if step.action not in posted:
                 raise ValueError(f"stage {stage} awaits {step.action}, which it has not posted")
@@ -60,8 +64,8 @@ def _validate_alone(program: Program, pipeline: Pipeline, *, stage: int) -> None
         raise ValueError(f"stage {stage} never awaits {', '.join(str(action) for action in posted - there)}")
 
 
-def _validate_pairs(programs: Sequence[Program], pipeline: Pipeline) -> None:
-    """Checks that each pair of stages sends and receives the required tensors, in the same order at both ends."""
+def _validate_transfers(programs: Sequence[Program], pipeline: Pipeline) -> None:
+    """Checks that the required tensors are sent and received between each two stages, in the same order at both."""
     sent: dict[tuple[int, int], list[Action]] = {}
     received: dict[tuple[int, int], list[Action]] = {}
     for stage, transfer in ((s, t) for s, p in enumerate(programs) for t in _transfers(p)):
@@ -75,9 +79,9 @@ def _validate_pairs(programs: Sequence[Program], pipeline: Pipeline) -> None:
             if source is None or source.stage != transfer.peer:
                 raise ValueError(f"stage {stage} must not {transfer}: no pass of stage {transfer.peer} sends it")
             received.setdefault((transfer.peer, stage), []).append(transfer.action)
-    for pair in sent.keys() | received.keys():
-        if sent.get(pair) != received.get(pair):
-            raise ValueError(f"stage {pair[0]} does not send in the order in which stage {pair[1]} receives")
+    for ends in sent.keys() | received.keys():
+        if sent.get(ends) != received.get(ends):
+            raise ValueError(f"stage {ends[0]} does not send in the order in which stage {ends[1]} receives")
 
 
 def _transfers(program: Program) -> list[Transfer]:
@@ -137,7 +141,8 @@ def _complete(stages: Sequence[_Stage], first: int) -> list[int]:
                 continue
             other = stages[peer].batches[0]
             back = (Direction.SEND if direction is Direction.RECEIVE else Direction.RECEIVE, index)
-            # Transfers between two stages are in order, as shown by _validate_pairs, so their identity does not matter.
+            # _validate_transfers has shown that transfers between two stages are in order, so their identity does not
+            # matter.
             moved = min(own.waiting[direction, peer], other.waiting.get(back, 0))
             if moved:
                 _take(own.waiting, (direction, peer), count=moved)
