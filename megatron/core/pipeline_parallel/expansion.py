@@ -2,15 +2,26 @@
 
 All functions are pure. Events are numbered like the groups of the paged stash, so lists of events can be passed to the
 stash (by expert_memory.py of megatron.training); nothing is imported from the stash.
+
+[Note: turns of a layer] A pass of a pair hands over to the other pass whenever it would wait for an exchange of rows. A
+layer with experts exchanges rows before its experts (dispatch) and after them (combine):
+
+    forward:   router, launch dispatch     | experts, launch combine               | sum of each token's rows
+    backward:  launch gradients of combine | experts, launch gradients of dispatch | router
+
+The turns, drawn as bars, cut each pass into segments, which `turn_order` interleaves.
 """
 
 import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
+from typing import TypeVar
 
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind
+from megatron.core.pipeline_parallel.schedule import ActionKind, Order, Pair
+
+_Segment = TypeVar("_Segment")
 
 
 class EventKind(enum.Enum):
@@ -36,27 +47,68 @@ class ExpertEvent:
         return f"{self.kind.value} layer {self.layer}.{self.instance}"
 
 
+@dataclass(frozen=True)
+class LayerTurns:
+    """Number of times that a pass of a layer with experts hands over, if it is part of a pair.
+
+    dispatch: in forward between router and experts, in backward after the experts. combine: in forward after the
+    experts, in backward before them. in_recompute: whether a forward that is repeated in backward hands over too. It
+    does not if it restores the states of random-number generators.
+    """
+
+    dispatch: int = 1
+    combine: int = 1
+    in_recompute: bool = True
+
+    def around(self, kind: EventKind) -> tuple[int, int]:
+        """Returns the numbers of turns before and after the experts in a pass of this kind."""
+        if kind is EventKind.BACKWARD:
+            return self.combine, self.dispatch
+        if kind is EventKind.RECOMPUTE and not self.in_recompute:
+            return 0, 0
+        return self.dispatch, self.combine
+
+
+def turn_order(backward: Sequence[_Segment], forward: Sequence[_Segment]) -> list[_Segment]:
+    """Lists the segments of a pair in the order of execution.
+
+    backward, forward: each pass, cut at its turns. The backward begins, and the passes alternate until one of them
+    ends. The other one then runs to its end.
+    """
+    both = min(len(backward), len(forward))
+    return [*chain.from_iterable(zip(backward, forward)), *backward[both:], *forward[both:]]
+
+
 def expand(
-    actions: Sequence[Action], layer_map: Sequence[Sequence[int]], *, recompute: Mapping[int, int] | None = None
+    order: Order,
+    layer_map: Sequence[Sequence[int]],
+    *,
+    recompute: Mapping[int, int] | None = None,
+    turns: Mapping[int, LayerTurns] | None = None,
 ) -> list[ExpertEvent]:
     """Returns the expert events of a stage's passes, in the order of execution.
 
     layer_map: for each chunk, the numbers (from 1, over the whole model) of its layers with experts, in order.
     recompute: maps the number of each layer that is recomputed in backward to the number of its segment. The layers of
-    one segment are recomputed together, before the backward of the segment's last layer.
+    one segment are recomputed together, before the backward of the segment's last layer. turns: maps numbers of layers
+    to their turns in pairs; other layers have LayerTurns().
     """
-    recompute = recompute or {}
+    recompute, turns = recompute or {}, turns or {}
     forwards: Counter[int] = Counter()
     instances: dict[tuple[int, int], int] = {}
-    events = []
-    for action in actions:
-        layers = layer_map[action.chunk]
-        if action.kind is ActionKind.FORWARD:
-            for layer in layers:
-                instances[layer, action.microbatch] = forwards[layer]
-                forwards[layer] += 1
-        kinds = _forward(layers) if action.kind is ActionKind.FORWARD else _backward(layers, recompute)
-        events += [ExpertEvent(kind, layer, instances[layer, action.microbatch]) for kind, layer in kinds]
+    events: list[ExpertEvent] = []
+    for step in order:
+        cut = []
+        for action in step.passes:
+            layers = layer_map[action.chunk]
+            if action.kind is ActionKind.FORWARD:
+                for layer in layers:
+                    instances[layer, action.microbatch] = forwards[layer]
+                    forwards[layer] += 1
+            kinds = _forward(layers) if action.kind is ActionKind.FORWARD else _backward(layers, recompute)
+            its = [ExpertEvent(kind, layer, instances[layer, action.microbatch]) for kind, layer in kinds]
+            cut.append(_segments(its, turns))
+        events += chain.from_iterable(turn_order(*cut) if isinstance(step, Pair) else cut[0])
     return events
 
 
@@ -79,3 +131,14 @@ def _backward(layers: Sequence[int], recompute: Mapping[int, int]) -> list[tuple
             events += [(EventKind.RECOMPUTE, layer) for layer in reversed(segment)]
         events += [(EventKind.BACKWARD, layer) for layer in segment]
     return events
+
+
+def _segments(events: Sequence[ExpertEvent], turns: Mapping[int, LayerTurns]) -> list[list[ExpertEvent]]:
+    """Cuts the events of a pass at its turns. See [Note: turns of a layer]."""
+    segments: list[list[ExpertEvent]] = [[]]
+    for event in events:
+        before, after = turns.get(event.layer, LayerTurns()).around(event.kind)
+        segments += [[] for _ in range(before)]
+        segments[-1].append(event)
+        segments += [[] for _ in range(after)]
+    return segments

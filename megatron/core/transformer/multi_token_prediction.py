@@ -158,10 +158,10 @@ class MultiTokenPredictionBlock(MegatronModule):
         output: Tensor = self.runs[depth - 1](self.layers[depth - 1], hidden_states, embedded, *context, **packing)
         return output
 
-    def recomputed_layers(self) -> list[int]:
-        """Returns the numbers in the model, starting at 1, of the layers that backward recomputes as a whole."""
+    def recomputed_layers(self) -> dict[int, Recomputed]:
+        """Maps the number in the model, starting at 1, of each layer that backward recomputes as a whole to its run."""
         layers = zip(self.transformer_layers(), self.runs)
-        return [layer.layer_number for layer, its in layers if isinstance(its, Recomputed)]
+        return {layer.layer_number: its for layer, its in layers if isinstance(its, Recomputed)}
 
     def transformer_layers(self) -> list[TransformerLayer]:
         """Returns the transformer layer of each depth."""

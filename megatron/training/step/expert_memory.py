@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron.core.device import default_device, keep_cpu_heap
 from megatron.core.group_collectives import all_ranks_agree, gather_objects
-from megatron.core.pipeline_parallel.expansion import ExpertEvent, expand, kept_events
+from megatron.core.pipeline_parallel.expansion import ExpertEvent, LayerTurns, expand, kept_events
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
@@ -143,23 +143,37 @@ class ExpertSchedule:
     """The MoE layers of a rank's model chunks, and their order in a step."""
 
     def __init__(
-        self, chunks: Sequence[nn.Module], groups: ProcessGroupCollection, *, microbatch_group_size: int | None
+        self,
+        chunks: Sequence[nn.Module],
+        groups: ProcessGroupCollection,
+        *,
+        microbatch_group_size: int | None,
+        paired: bool = False,
     ) -> None:
         """Finds the MoE layers of the chunks.
 
-        microbatch_group_size: microbatch group size of the configuration, used only by interleaved schedules.
+        microbatch_group_size: microbatch group size of the configuration, used only by interleaved schedules. paired:
+        whether passes run in pairs, see stage_orders.
         """
         self.layers = [[part for part in chunk.modules() if isinstance(part, MoELayer)] for chunk in chunks]
         self._layer_map = [[layer.router.layer_number for layer in layers] for layers in self.layers]
-        self._recomputed = _recomputed_layers(chunks)
+        self._segments = _recomputed_segments(chunks)
         self._pipeline = Pipeline(group_size(groups.pp), len(chunks))
-        self._stage, self._microbatch_group_size = group_rank(groups.pp), microbatch_group_size
+        self._stage, self._microbatch_group_size, self._paired = group_rank(groups.pp), microbatch_group_size, paired
         self.events = lru_cache(maxsize=16)(self._events)
 
     def _events(self, num_microbatches: int) -> tuple[StashEvent, ...]:
         """Returns the passes of a training step whose tensors are saved for backward, in order."""
-        orders = stage_orders(self._pipeline, num_microbatches, group_size=self._microbatch_group_size)
-        return stash_events(kept_events(expand(orders[self._stage], self._layer_map, recompute=self._recomputed)))
+        orders = stage_orders(
+            self._pipeline, num_microbatches, group_size=self._microbatch_group_size, paired=self._paired
+        )
+        recompute = {layer: number for number, (layers, _) in enumerate(self._segments) for layer in layers}
+        # Static dispatch has one turn, because the host reads no row counts.
+        turns = {
+            layer: LayerTurns(in_recompute=not run.draws_numbers) for layers, run in self._segments for layer in layers
+        }
+        events = expand(orders[self._stage], self._layer_map, recompute=recompute, turns=turns)
+        return stash_events(kept_events(events))
 
 
 def stash_events(events: Sequence[ExpertEvent]) -> tuple[StashEvent, ...]:
@@ -167,18 +181,17 @@ def stash_events(events: Sequence[ExpertEvent]) -> tuple[StashEvent, ...]:
     return tuple(StashEvent(EventKind(one.kind.value), layer_name(one.layer), one.instance) for one in events)
 
 
-def _recomputed_layers(chunks: Sequence[nn.Module]) -> dict[int, int]:
-    """Maps the number of each fully recomputed layer to the number of its recomputed segment."""
+def _recomputed_segments(chunks: Sequence[nn.Module]) -> list[tuple[list[int], Recomputed]]:
+    """Lists the segments of layers that backward recomputes as a whole: numbers of their layers, and their run."""
     blocks = [part for chunk in chunks for part in chunk.modules() if isinstance(part, TransformerBlock)]
     segments = [
-        [block.layers.offset + index + 1 for index in segment.layers]
+        ([block.layers.offset + index + 1 for index in segment.layers], segment.run)
         for block in blocks
         for segment in block.arrangement.segments
         if isinstance(segment.run, Recomputed)
     ]
     further = [part for chunk in chunks for part in chunk.modules() if isinstance(part, MultiTokenPredictionBlock)]
-    segments += [[layer] for block in further for layer in block.recomputed_layers()]
-    return {layer: number for number, layers in enumerate(segments) for layer in layers}
+    return segments + [([layer], run) for block in further for layer, run in block.recomputed_layers().items()]
 
 
 def build_expert_memory(
@@ -189,7 +202,12 @@ def build_expert_memory(
     if config.num_moe_experts is None or config.moe_expert_rank_capacity_factor is None:
         return None
     chunks = unwrap_model(list(model))
-    schedule = ExpertSchedule(chunks, groups, microbatch_group_size=config.microbatch_group_size_per_vp_stage)
+    schedule = ExpertSchedule(
+        chunks,
+        groups,
+        microbatch_group_size=config.microbatch_group_size_per_vp_stage,
+        paired=config.overlap_moe_expert_parallel_comm,
+    )
     shared = group_size(groups.cp) * (group_size(groups.tp) if config.sequence_parallel else 1)
     tokens = seq_length * micro_batch_size // shared
     return ExpertMemory(schedule, config, tokens_per_rank=tokens, expert_ranks=group_size(groups.tp_ep))

@@ -107,7 +107,7 @@ def test_layers_that_are_recomputed_as_a_block_are_first_those_before(layers_bef
     spec = get_gpt_mtp_block_spec(config, get_gpt_decoder_block_spec(config))
     assert spec is not None
     block = MultiTokenPredictionBlock(config, spec, layers_before=layers_before)
-    assert block.recomputed_layers() == again
+    assert list(block.recomputed_layers()) == again
 
 
 def test_the_next_token_is_predicted_as_without_it() -> None:
