@@ -15,6 +15,7 @@ from megatron.core.pipeline_parallel.runner import ScheduleRunner
 from megatron.core.pipeline_parallel.schedule import (
     Action,
     ActionKind,
+    Pair,
     forward_only,
     one_forward_one_backward,
     validate_schedule,
@@ -53,12 +54,32 @@ def test_no_pipelining_holds_one_microbatch_at_a_time() -> None:
     validate_schedule(actions)
     assert [str(action) for action in actions] == ["F0.0", "B0.0", "F0.1", "B0.1", "F0.2", "B0.2"]
     assert [str(action) for action in forward_only(actions)] == ["F0.0", "F0.1", "F0.2"]
+    paired = one_forward_one_backward(0, 1, num_microbatches=3, paired=True)
+    validate_schedule(paired)
+    assert [str(step) for step in paired] == ["F0.0", "B0.0+F0.1", "B0.1+F0.2", "B0.2"]
+    assert forward_only(paired) == forward_only(actions)
 
 
 @pytest.mark.parametrize("kinds", ["B", "BF", "FF", "FBB"])
 def test_impossible_orders_are_refused(kinds: str) -> None:
     with pytest.raises(ValueError, match="schedule runs"):
         validate_schedule([Action(ActionKind(kind), 0, 0) for kind in kinds])
+
+
+@pytest.mark.parametrize(
+    ("pair", "message"),
+    [
+        ("F1B0", "schedule pairs F0.1.B0.0: must be a backward and a forward"),
+        ("B0B1", "schedule pairs B0.0.B0.1: must be a backward and a forward"),
+        ("B1F1", "schedule pairs B0.1.F0.1: the backward needs what the forward computes"),
+        ("B1F2", "schedule runs B0.1 before F0.1"),
+        ("B0F0", "schedule pairs B0.0.F0.0"),
+    ],
+)
+def test_impossible_pairs_are_refused(pair: str, message: str) -> None:
+    first, second = (Action(ActionKind(kind), 0, int(number)) for kind, number in (pair[:2], pair[2:]))
+    with pytest.raises(ValueError, match=message):
+        validate_schedule([Action(ActionKind.FORWARD, 0, 0), Pair(first, second)])
 
 
 def test_an_impossible_schedule_is_refused_before_anything_runs() -> None:

@@ -1,13 +1,24 @@
 """Programs of all stages complete for every layout and follow known schedules; invalid ones are rejected."""
 
+from collections.abc import Generator
 from itertools import product
 
 import pytest
 
-from megatron.core.pipeline_parallel.expansion import expand, kept_events
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, interleaved_schedule, stage_orders
+from megatron.core.pipeline_parallel.expansion import LayerTurns, expand, kept_events, turn_order
+from megatron.core.pipeline_parallel.schedule import (
+    Action,
+    ActionKind,
+    Pair,
+    Pipeline,
+    forward_only,
+    forwards_ahead,
+    interleaved_schedule,
+    passes,
+    stage_orders,
+)
 from megatron.core.pipeline_parallel.timeline import bubble_share, timeline
-from megatron.core.pipeline_parallel.transfers import Post, Program, pipeline_programs
+from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Program, Transfer, pipeline_programs
 from megatron.core.pipeline_parallel.validation import validate_programs
 from megatron.core.transformer.moe.paged_stash.stash_order import StashOrder
 from megatron.training.step.expert_memory import stash_events
@@ -21,30 +32,61 @@ def test_every_schedule_runs_to_its_end() -> None:
         if stages == 1 and chunks > 1:
             continue
         pipeline = Pipeline(stages, chunks)
-        for overlap, without_backward in product((False, True), repeat=2):
-            options = {"overlap": overlap, "without_backward": without_backward}
+        for overlap, without_backward, paired in product((False, True), repeat=3):
+            options = {"overlap": overlap, "without_backward": without_backward, "paired": paired}
             programs = pipeline_programs(pipeline, microbatches, **options)
             validate_programs(programs, pipeline)
-            passes = chunks * microbatches * (1 if without_backward else 2)
-            assert all(sum(isinstance(step, Action) for step in program) == passes for program in programs)
+            kinds = (ActionKind.FORWARD,) if without_backward else tuple(ActionKind)
+            expected = {Action(*one) for one in product(kinds, range(chunks), range(microbatches))}
+            for program in programs:
+                ran = passes([step for step in program if isinstance(step, (Action, Pair))])
+                assert len(ran) == len(expected) and set(ran) == expected
 
 
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("group", [4, 5, 7, 16])
 @pytest.mark.parametrize("microbatches", [1, 6, 9, 16])
-def test_groups_of_any_size_from_the_number_of_stages_on_run(group: int, microbatches: int) -> None:
-    validate_programs(pipeline_programs(Pipeline(4, 3), microbatches, group_size=group), Pipeline(4, 3))
+def test_groups_of_any_size_from_the_number_of_stages_on_run(group: int, microbatches: int, paired: bool) -> None:
+    programs = pipeline_programs(Pipeline(4, 3), microbatches, group_size=group, paired=paired)
+    validate_programs(programs, Pipeline(4, 3))
 
 
-@pytest.mark.parametrize(("stages", "chunks", "microbatches"), [(4, 1, 8), (4, 2, 8), (3, 4, 9), (8, 1, 1)])
-def test_bubbles_are_those_of_the_known_schedules(stages: int, chunks: int, microbatches: int) -> None:
+# Pairs hide exchanges of experts. If there are none, a step with pairs takes as long as one without.
+@pytest.mark.parametrize("paired", [False, True])
+@pytest.mark.parametrize(
+    ("stages", "chunks", "microbatches"), [(1, 1, 5), (4, 1, 8), (4, 1, 5), (4, 2, 8), (3, 4, 9), (8, 1, 1)]
+)
+def test_bubbles_are_those_of_the_known_schedules(stages: int, chunks: int, microbatches: int, paired: bool) -> None:
     pipeline = Pipeline(stages, chunks)
-    orders = stage_orders(pipeline, microbatches)
+    orders = stage_orders(pipeline, microbatches, paired=paired)
     share = bubble_share(timeline(orders, pipeline))
     assert share == pytest.approx((stages - 1) / (chunks * microbatches + stages - 1))
     if chunks == 1:
-        for stage, order in enumerate(orders):
+        for stage, order in enumerate(passes(one) for one in orders):
             in_flight = [sum(1 if a.kind is ActionKind.FORWARD else -1 for a in order[:n]) for n in range(len(order))]
-            assert max(in_flight) == min(microbatches, stages - stage)
+            most = 2 * (stages - stage) - 1 if paired else stages - stage
+            assert max(in_flight) == min(microbatches, most)
+
+
+def test_pairs_follow_the_warm_up_but_not_the_first_forward_or_last_backward_of_a_chunk() -> None:
+    for stages, chunks, microbatches, more in product(range(1, 6), range(1, 4), range(1, 14), (0, 1, 4)):
+        if stages == 1 and chunks > 1:
+            continue
+        pipeline, group = Pipeline(stages, chunks), stages + more
+        unpaired = stage_orders(pipeline, microbatches, group_size=group)
+        for stage, order in enumerate(stage_orders(pipeline, microbatches, group_size=group, paired=True)):
+            ran, pairs = passes(order), [step for step in order if isinstance(step, Pair)]
+            forwards = forward_only(order)
+            # Both kinds of passes run in the order without pairs.
+            assert forwards == forward_only(unpaired[stage])
+            assert [a for a in ran if a not in set(forwards)] == [a for a in unpaired[stage] if a not in set(forwards)]
+            first = {action.chunk: action for action in reversed(forwards)}
+            last = {action.chunk: action for action in ran if action.kind is ActionKind.BACKWARD}
+            assert not {pair.forward for pair in pairs} & set(first.values())
+            assert not {pair.backward for pair in pairs} & set(last.values())
+            if chunks == 1 or microbatches % group == 0:
+                ahead = forwards_ahead(stage, pipeline, group_size=group, paired=True)
+                assert len(pairs) == max(0, chunks * microbatches - ahead)
 
 
 def test_lists_read_as_expected() -> None:
@@ -57,6 +99,15 @@ def test_lists_read_as_expected() -> None:
     assert [str(step) for step in last[:4]] == ["[receive F0.0 from 0]", "await F0.0", "[receive F0.1 from 0]", "F0.0"]
     order = interleaved_schedule(1, Pipeline(2, 2), num_microbatches=3)
     assert " ".join(map(str, order)) == "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 F0.2 B0.0 B0.1 F1.2 B1.2 B0.2"
+    order = interleaved_schedule(1, Pipeline(2, 2), num_microbatches=3, paired=True)
+    assert " ".join(map(str, order)) == "F0.0 F0.1 F1.0 B1.0+F1.1 B1.1+F0.2 B0.0 B0.1+F1.2 B1.2 B0.2"
+    # A pair has both inputs before it starts, and sends both outputs after it has ended.
+    middle = [str(step) for step in pipeline_programs(Pipeline(3), 5, paired=True)[1]]
+    start = middle.index("B0.0+F0.3")
+    assert middle[start - 3 : start + 2] == (
+        ["[send F0.2 to 2, receive F0.4 from 0, receive B0.0 from 2]", "await B0.0", "await F0.3", "B0.0+F0.3"]
+        + ["[send B0.0 to 0, send F0.3 to 2, receive B0.1 from 2]"]
+    )
 
 
 def swapped(program: Program, first: int, second: int) -> Program:
@@ -92,10 +143,35 @@ def test_lists_that_cannot_run_are_refused() -> None:
         timeline([[f0, b0, f1], [f0, f1, b0]], pipeline)
 
 
+def test_pairs_with_too_short_a_warm_up_are_refused() -> None:
+    pipeline = Pipeline(2)
+    f0, f1, b0, b1 = (Action(ActionKind(kind), 0, int(number)) for kind, number in ("F0", "F1", "B0", "B1"))
+    # One forward for each following stage, as without pairs, and one for the last stage: the pair of each stage waits
+    # for the pair of the other one.
+    with pytest.raises(
+        ValueError, match=r"regardless of the order of transfers: stage 0 at B0.0\+F0.1, stage 1 at B0.0"
+    ):
+        timeline([[f0, Pair(b0, f1), b1], [f0, Pair(b0, f1), b1]], pipeline)
+    send, receive = (lambda action, way=way: Transfer(way, action, 1) for way in Direction)
+    first = (f0, Post((send(f0), receive(b0))), Await(b0), Pair(b0, f1), Post((send(f1), receive(b1))), Await(b1), b1)
+    send, receive = (lambda action, way=way: Transfer(way, action, 0) for way in Direction)
+    last = (Post((receive(f0),)), Await(f0), f0, Post((receive(f1),)), Await(f1), Pair(b0, f1), Post((send(b0),)))
+    last = (*last, b1, Post((send(b1),)))
+    with pytest.raises(ValueError, match="schedule deadlocks: stage 0 before await B0.0, stage 1 before await F0.1"):
+        validate_programs((first, last), pipeline)
+    # Without the pair on the last stage, the same transfers are possible.
+    at = last.index(Pair(b0, f1))
+    validate_programs((first, (*last[:3], b0, Post((send(b0),)), *last[3:5], f1, *last[at + 2 :])), pipeline)
+    without_input = (*first[:2], *first[3:])
+    with pytest.raises(ValueError, match="stage 0 runs B0.0 without its input"):
+        validate_programs((without_input, last), pipeline)
+
+
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_expanded_lists_are_what_the_stash_sees(chunks: int) -> None:
+def test_expanded_lists_are_what_the_stash_sees(chunks: int, paired: bool) -> None:
     pipeline = Pipeline(2, chunks)
-    for order in stage_orders(pipeline, 5):
+    for order in stage_orders(pipeline, 5, paired=paired):
         events = expand(order, [[1, 3], [5]][:chunks])
         stash = stash_events(events)
         follower = StashOrder(stash)
@@ -109,3 +185,60 @@ def test_layers_that_run_again_do_so_before_the_backward_of_their_segment() -> N
     shown = " ".join(map(str, first))
     assert shown == ("F layer 2.0 F layer 3.0 F layer 4.0 B layer 4.0 R layer 2.0 R layer 3.0 B layer 3.0 B layer 2.0")
     assert " ".join(map(str, kept_events(first))) == "F layer 4.0 B layer 4.0"
+
+
+def _handing_over(name: str, segments: int, log: list[str]) -> Generator[None, None, None]:
+    """A pass that hands over between its segments."""
+    for number in range(segments):
+        if number:
+            yield
+        log.append(f"{name}{number}")
+
+
+def test_segments_of_a_pair_run_as_if_two_passes_handed_over() -> None:
+    for backward, forward in product(range(1, 6), repeat=2):
+        log: list[str] = []
+        turn, other = _handing_over("b", backward, log), _handing_over("f", forward, log)
+        while turn is not other:
+            try:
+                next(turn)
+                turn, other = other, turn
+            except StopIteration:
+                turn = other
+        for _ in turn:
+            pass
+        assert turn_order([f"b{n}" for n in range(backward)], [f"f{n}" for n in range(forward)]) == log
+
+
+@pytest.mark.parametrize("turns", [LayerTurns(), LayerTurns(dispatch=2), LayerTurns(in_recompute=False)])
+def test_expert_groups_of_a_pair_run_in_the_turns_of_their_layers(turns: LayerTurns) -> None:
+    layers, recompute = [2, 3, 5], {2: 0, 3: 0}
+    order = [
+        Action(ActionKind.FORWARD, 0, 0),
+        Pair(Action(ActionKind.BACKWARD, 0, 0), Action(ActionKind.FORWARD, 0, 1)),
+    ]
+    log: list[str] = []
+
+    def forward(kind: str, instance: int, layers: list[int], *, hands_over: bool) -> Generator[None, None, None]:
+        for layer in layers:
+            yield from [None] * turns.dispatch * hands_over
+            log.append(f"{kind} layer {layer}.{instance}")
+            yield from [None] * turns.combine * hands_over
+
+    def backward() -> Generator[None, None, None]:
+        for segment in ([5], [2, 3]):
+            if segment == [2, 3]:
+                yield from forward("R", 0, segment, hands_over=turns.in_recompute)
+            for layer in reversed(segment):
+                yield from [None] * turns.combine
+                log.append(f"B layer {layer}.0")
+                yield from [None] * turns.dispatch
+
+    for _ in forward("F", 0, layers, hands_over=False):
+        pass
+    running = [backward(), forward("F", 1, layers, hands_over=True)]
+    while running:
+        # Each pass runs to its next turn.
+        running = [one for one in running if next(one, "ended") != "ended"]
+    events = expand(order, [layers], recompute=recompute, turns=dict.fromkeys(layers, turns))
+    assert [str(event) for event in events] == log
