@@ -1,6 +1,6 @@
 """Shows a pipeline schedule: `python tools/show_schedule.py --stages 4 --microbatches 8` prints it, --svg draws it.
 
-Assumes that a forward pass takes 1, a backward pass 2, and communication no time.
+Assumes that a forward pass takes 1, a backward pass 2, a pair of both 3, and communication no time.
 """
 
 import argparse
@@ -11,7 +11,7 @@ from pathlib import Path
 if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, forward_only, stage_orders
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Orders, Pipeline, forward_only, stage_orders
 from megatron.core.pipeline_parallel.timeline import Interval, Timeline, bubble_share, timeline
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.pipeline_parallel.validation import validate_programs
@@ -20,7 +20,7 @@ from megatron.version_flag import PrintVersions
 # Colors of forward and backward by chunk, from light to dark.
 _FORWARD = ("#cfe3f7", "#93c1ea", "#5a9bd8", "#2f6fb0")
 _BACKWARD = ("#d7edd2", "#a3d59a", "#6cb863", "#3f8f3b")
-_UNIT, _ROW, _LEFT, _TOP = 22, 30, 74, 44
+_UNIT, _ROW, _BOX, _LEFT, _TOP = 22, 30, 22, 74, 44
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,18 +29,23 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         check_options(options)
         pipeline = Pipeline(options.stages, options.chunks)
-        orders = stage_orders(pipeline, options.microbatches, group_size=options.group_size)
+        orders: Orders = stage_orders(
+            pipeline, options.microbatches, group_size=options.group_size, paired=options.paired
+        )
         programs = pipeline_programs(
             pipeline,
             options.microbatches,
             group_size=options.group_size,
+            paired=options.paired,
             without_backward=options.forward_only,
             overlap=not options.no_overlap,
         )
         validate_programs(programs, pipeline)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
-    spans = timeline([forward_only(order) if options.forward_only else order for order in orders], pipeline)
+    if options.forward_only:
+        orders = [forward_only(order) for order in orders]
+    spans = timeline(orders, pipeline)
     print(as_text(spans))
     print(caption(spans, options.microbatches))
     if options.steps is not None:
@@ -75,15 +80,16 @@ def caption(spans: Timeline, num_microbatches: int) -> str:
 def as_text(spans: Timeline) -> str:
     """Formats the schedule with one line per stage and one column per unit of time.
 
-    A column shows F or B, the chunk if there are several, and the microbatch.
+    A column shows F or B, the chunk if there are several, and the microbatch. A plus sign joins the passes of a pair.
     """
     labels = {action: _label(action, spans) for stage in spans for action in stage}
     width = max(len(label) for label in labels.values()) + 1
     lines = []
     for number, stage in enumerate(spans):
         line = ""
-        for action, span in stage.items():
-            line = line.ljust(int(span.start) * width, ".") + labels[action].ljust(int(span.end - span.start) * width)
+        for span, actions in _by_interval(stage).items():
+            label = "+".join(labels[action] for action in actions)
+            line = line.ljust(int(span.start) * width, ".") + label.ljust(int(span.end - span.start) * width)
         lines.append(f"stage {number:<3} {line}".rstrip())
     return "\n".join(lines)
 
@@ -91,7 +97,8 @@ def as_text(spans: Timeline) -> str:
 def as_svg(spans: Timeline, pipeline: Pipeline, *, title: str) -> str:
     """Draws the schedule as SVG, with one row per stage.
 
-    Forward passes are blue and backward passes green, later chunks are darker, and lines show transfers.
+    Forward passes are blue and backward passes green, later chunks are darker, and lines show transfers. A pair is a
+    framed box with the backward pass above the forward pass.
     """
     length = max(span.end for stage in spans for span in stage.values())
     width, height = _LEFT + length * _UNIT + 16, _TOP + len(spans) * _ROW + 72
@@ -103,23 +110,45 @@ def as_svg(spans: Timeline, pipeline: Pipeline, *, title: str) -> str:
     ]
     for stage, passes in enumerate(spans):
         parts.append(f'<text x="12" y="{_middle(stage) + 4}">stage {stage}</text>')
-        parts += [_box(stage, action=action, span=span) for action, span in passes.items()]
+        parts += [_step(stage, actions=actions, span=span) for span, actions in _by_interval(passes).items()]
     for stage, passes in enumerate(spans):
         parts += [_line(spans, pipeline, stage=stage, action=action) for action in passes]
     parts += _axis(length, y=_TOP + len(spans) * _ROW)
-    parts += [*_legend(pipeline.num_chunks, y=height - 22), "</svg>"]
+    has_pairs = any(len(actions) > 1 for stage in spans for actions in _by_interval(stage).values())
+    parts += [*_legend(pipeline.num_chunks, y=height - 22, has_pairs=has_pairs), "</svg>"]
     return "\n".join(part for part in parts if part) + "\n"
 
 
-def _box(stage: int, *, action: Action, span: Interval) -> str:
+def _by_interval(stage: dict[Action, Interval]) -> dict[Interval, list[Action]]:
+    """Groups the passes of a stage by their interval, which the passes of a pair share, in order."""
+    found: dict[Interval, list[Action]] = {}
+    for action, span in stage.items():
+        found.setdefault(span, []).append(action)
+    return found
+
+
+def _step(stage: int, *, actions: Sequence[Action], span: Interval) -> str:
+    """Draws a pass, or the passes of a pair as the upper and lower half of a framed box."""
+    x, width, top = _LEFT + span.start * _UNIT, (span.end - span.start) * _UNIT, _middle(stage) - _BOX // 2
+    if len(actions) == 1:
+        return _box(actions[0], x=x, y=top, width=width, height=_BOX)
+    half = _BOX // 2
+    halves = [_box(action, x=x, y=top + n * half, width=width, height=half) for n, action in enumerate(actions)]
+    return f'<g font-size="9">{"".join(halves)}{_frame(x=x, y=top, width=width, height=_BOX)}</g>'
+
+
+def _box(action: Action, *, x: float, y: int, width: float, height: int) -> str:
     colors = _FORWARD if action.kind is ActionKind.FORWARD else _BACKWARD
-    x, wide = _LEFT + span.start * _UNIT, (span.end - span.start) * _UNIT
     dark = action.chunk % len(colors) == len(colors) - 1
     return (
-        f'<rect x="{x:g}" y="{_middle(stage) - 11}" width="{wide:g}" height="22" fill="{_shade(colors, action.chunk)}" '
-        f'stroke="white"/><text x="{x + wide / 2:g}" y="{_middle(stage) + 4}" text-anchor="middle" '
+        f'<rect x="{x:g}" y="{y}" width="{width:g}" height="{height}" fill="{_shade(colors, action.chunk)}" '
+        f'stroke="white"/><text x="{x + width / 2:g}" y="{y + height // 2 + 4}" text-anchor="middle" '
         f'fill="{"white" if dark else "#222"}">{action.microbatch}</text>'
     )
+
+
+def _frame(*, x: float, y: int, width: float, height: int) -> str:
+    return f'<rect x="{x + 1:g}" y="{y}" width="{width - 2:g}" height="{height}" fill="none" stroke="#444"/>'
 
 
 def _line(spans: Timeline, pipeline: Pipeline, *, stage: int, action: Action) -> str:
@@ -129,7 +158,7 @@ def _line(spans: Timeline, pipeline: Pipeline, *, stage: int, action: Action) ->
     if target is None or abs(target.stage - stage) != 1:
         return ""
     x1, x2 = (_LEFT + time * _UNIT for time in (spans[stage][action].end, spans[target.stage][target.action].start))
-    side = 11 if target.stage > stage else -11
+    side = _BOX // 2 if target.stage > stage else -_BOX // 2
     return (
         f'<line x1="{x1:g}" y1="{_middle(stage) + side}" x2="{x2:g}" y2="{_middle(target.stage) - side}" '
         'stroke="#888" stroke-width="0.7"/>'
@@ -149,7 +178,7 @@ def _axis(length: float, *, y: int) -> list[str]:
     return [*parts, f'<text x="{middle:g}" y="{y + 30}" text-anchor="middle">time, in forward passes of a chunk</text>']
 
 
-def _legend(num_chunks: int, *, y: int) -> list[str]:
+def _legend(num_chunks: int, *, y: int, has_pairs: bool) -> list[str]:
     parts, x = [], _LEFT
     for name, colors in (("forward", _FORWARD), ("backward", _BACKWARD)):
         for chunk in range(num_chunks):
@@ -157,6 +186,9 @@ def _legend(num_chunks: int, *, y: int) -> list[str]:
             parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_shade(colors, chunk)}"/>')
             parts.append(f'<text x="{x + 17}" y="{y + 10}">{label}</text>')
             x += 34 + 6 * len(label)
+    if has_pairs:
+        parts.append(_frame(x=x, y=y, width=14, height=12))
+        parts.append(f'<text x="{x + 19}" y="{y + 10}">pair: both passes in turns</text>')
     return parts
 
 
@@ -181,6 +213,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--microbatches", type=int, default=8, help="micro-batches per step")
     parser.add_argument(
         "--group-size", type=int, help="consecutive micro-batches of a chunk; default: the number of stages"
+    )
+    parser.add_argument(
+        "--paired",
+        action="store_true",
+        help="pair a backward pass with the forward pass of another micro-batch, as with "
+        "--overlap-moe-expert-parallel-comm",
     )
     parser.add_argument("--forward-only", action="store_true", help="show an evaluation, without backward passes")
     parser.add_argument(
