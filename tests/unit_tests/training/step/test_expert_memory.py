@@ -23,7 +23,13 @@ from megatron.core.transformer.moe.paged_stash import Counter, group_memory
 from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, resident_groups, simulate
 from megatron.core.transformer.moe.paged_stash.sizing import RESERVE_STEPS, LearnedSizes, stash_footprint
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.training.step.expert_memory import ExpertMemory, Shortfall, build_expert_memory, describe_shortfalls
+from megatron.training.step.expert_memory import (
+    ExpertMemory,
+    ExpertSchedule,
+    Shortfall,
+    build_expert_memory,
+    describe_shortfalls,
+)
 from megatron.training.step.step_runner import ExpertOverflowError
 from tests.harness import run_on_ranks
 
@@ -174,6 +180,24 @@ def test_a_stash_follows_what_runs_where_frozen_layers_keep_nothing() -> None:
     assert figures is not None
     assert figures.counters[Counter.DROPPED_GATE_UP] == 0
     assert figures.counters[Counter.PLANNED_PAGES] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({}, "F1 F2 F3 F4 B4 F1 B3 F2 B2 F3 B1 F4 B4 B3 B2 B1"),
+        # The forward still passes through the layers whose groups are recomputed, and which stash nothing.
+        (
+            {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 2},
+            "F3 F4 B4 B3 F3 F4 B4 B3",
+        ),
+    ],
+)
+def test_the_groups_of_a_pair_are_planned_in_turns(settings: dict[str, Any], expected: str) -> None:
+    chunks = [Toy.of(**settings).model]
+    schedule = ExpertSchedule(chunks, ProcessGroupCollection(), microbatch_group_size=None, paired=True)
+    events = [f"{event.kind.value}{event.name.removeprefix('layer ')}" for event in schedule.events(2)]
+    assert " ".join(events) == expected
 
 
 def test_lengths_that_come_again_find_their_stashes_and_only_growth_ends_an_epoch() -> None:
