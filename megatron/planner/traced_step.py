@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from megatron.core.device.torch_internals import TorchDispatchMode
+from megatron.core.group_collectives import Pending
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.pipeline_parallel.schedule import ActionKind, Pipeline, stage_orders
 from megatron.core.pipeline_parallel.transfers import Post, Program, pipeline_programs
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
-from megatron.core.transformer.moe.dispatch_alltoall import MoEAlltoAllTokenDispatcher, RowSplits, exchange_counts
+from megatron.core.transformer.moe.dispatch_alltoall import MoEAlltoAllTokenDispatcher, RowSplits
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -249,10 +250,10 @@ def _route_evenly(run_config: RunConfig, layers: Sequence[MoELayer], *, groups: 
     tokens = run_config.training.micro_batch_size * run_config.data.seq_length // ranks_of_sample
     num_rows = round(_kept_share(config) * tokens * config.moe_router_topk) * group_size(groups.expt_tp)
 
-    def even_splits(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
-        ranks, own = group_size(group), dist.get_rank(group)
+    def even_splits(counts: Tensor, arriving: Pending) -> RowSplits:
+        ranks, own = group_size(groups.tp_ep), group_rank(groups.tp_ep)
         send = [num_rows // ranks + (rank < num_rows % ranks) for rank in range(ranks)]
-        return RowSplits(exchange_counts(counts, group), ranks * send[own], send, [send[own]] * ranks)
+        return RowSplits(arriving.wait(), ranks * send[own], send, [send[own]] * ranks)
 
     for layer in layers:
         if isinstance(layer.token_dispatcher, MoEAlltoAllTokenDispatcher):

@@ -127,9 +127,10 @@ def test_ranks_that_split_experts_among_them_have_the_same_experts() -> None:
 
 
 def test_the_shared_expert_computes_while_rows_are_on_their_way() -> None:
-    # Rows and their weights are sent. The last exchange of forward, and the first of backward, belong to combine.
-    forward = ["send", "send", "shared", "arrive", "arrive", "send", "arrive"]
-    backward = ["send", "arrive", "send", "send", "shared", "arrive", "arrive"]
+    # Rows and their weights are sent together. The last exchange of forward, and the first of backward, belong to
+    # combine.
+    forward = ["send", "shared", "arrive", "send", "arrive"]
+    backward = ["send", "arrive", "send", "shared", "arrive"]
     assert run_on_ranks(_order_of_launches, 2) == [forward + backward] * 2
 
 

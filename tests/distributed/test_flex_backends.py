@@ -252,7 +252,7 @@ def grow_on_rank() -> list[int]:
 
     def exchange(num_rows: int, *, is_captured: bool = False) -> None:
         with patch.object(dispatch_flex, "is_capturing", lambda device: is_captured):
-            transport.launch(torch.zeros(2 * num_rows, 4, dtype=torch.bfloat16), send=None, receive=None)
+            transport.launch([torch.zeros(2 * num_rows, 4, dtype=torch.bfloat16)], send=None, receive=None)
 
     with patch.object(SymmetricTransport, "workspace", workspace):
         transport = SymmetricTransport(dist.group.WORLD)

@@ -19,10 +19,10 @@ def on_rank() -> None:
     # Alternates weights and rows, as a dispatch does. The buffer grows twice, and is reused without a wait.
     for rows_per_part, width in [(3, 1), (3, 64), (500, 1), (500, 2048)] * 3:
         rows = torch.randn(dist.get_world_size() * rows_per_part, width, device=device, dtype=torch.bfloat16)
-        collective = CollectiveTransport(group).launch(rows, send=None, receive=None)
+        collective = CollectiveTransport(group).launch([rows], send=None, receive=None)
         for work in collective.works:
             work.wait()
-        pairs.append((transport.launch(rows, send=None, receive=None).received, collective.received))
+        pairs.append((transport.launch([rows], send=None, receive=None).received[0], collective.received[0]))
     assert all(torch.equal(found, wanted) for found, wanted in pairs)
 
 

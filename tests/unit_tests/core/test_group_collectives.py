@@ -37,7 +37,7 @@ def exchanged_unevenly(rows: Tensor) -> Tensor:
 
 
 def dispatched(rows: Tensor) -> Tensor:
-    return CollectiveTransport(dist.group.WORLD).launch(rows, send=[2, 2, 2, 2], receive=[1, 9, 2, 1]).received
+    return CollectiveTransport(dist.group.WORLD).launch([rows], send=[2, 2, 2, 2], receive=[1, 9, 2, 1]).received[0]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_no_row_of_a_result_is_left_unwritten(collective):
 
 def test_no_count_of_rows_is_left_unwritten():
     with fake_world(0, RANKS), poisoned_memory():
-        received = exchange_counts(torch.ones(RANKS, 2, dtype=torch.int64), dist.group.WORLD)
+        received = exchange_counts(torch.ones(RANKS, 2, dtype=torch.int64), dist.group.WORLD).wait()
     assert received.amax() <= 1
 
 

@@ -7,9 +7,11 @@ T tokens of this rank, H hidden, K choices of a token, E experts, R rows that th
 this rank.
 """
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -34,6 +36,51 @@ class RowDemand(NamedTuple):
     can_lose: bool
 
 
+class ExchangeCover(Protocol):
+    """Computation that runs between the launch of an exchange of rows and its end.
+
+    Each method is called after the launch, before the current stream or the host waits for the rows. It may run other
+    layers of this pass or of another pass, including their exchanges. All ranks call the methods in the same order.
+    """
+
+    def before_counts(self) -> None:
+        """Covers the exchange of row counts, which the host reads."""
+
+    def before_rows(self) -> None:
+        """Covers an exchange of rows in forward."""
+
+    def before_row_gradients(self, *, counts_were_covered: bool) -> None:
+        """Covers an exchange of gradients. counts_were_covered: whether before_counts preceded it in forward."""
+
+
+@dataclass
+class Dispatch:
+    """State of one forward through a dispatcher.
+
+    shape: of the tokens passed to step 1. tokens: for a shared expert, otherwise None. rows: order of the rows, in a
+    type specific to each dispatcher. demand: on static buffers, until it is taken. shared_output: result of the shared
+    expert. order: of the rows that step 3 returned, in static dispatchers.
+    """
+
+    shape: torch.Size
+    tokens: Tensor | None
+    rows: Any = None
+    demand: RowDemand | None = None
+    shared_output: Tensor | None = None
+    order: Any = None
+
+
+class _OfThread(threading.local):
+    """The state of the latest forward on each thread. See [Note: state of a dispatch]."""
+
+    def __init__(self) -> None:
+        self.state = Dispatch(torch.Size(), None)
+
+    def __reduce__(self) -> Any:
+        """Makes deepcopy and pickle create a new, empty record."""
+        return _OfThread, ()
+
+
 class MoETokenDispatcher(ABC):
     """Moves tokens to experts and back in six steps, each of which passes its tensors to the next.
 
@@ -44,9 +91,13 @@ class MoETokenDispatcher(ABC):
     5. `token_combine` sends them back.
     6. `combine_postprocess` returns the tokens in the shape that step 1 received.
 
-    Steps 4 to 6 sum the rows of a token; the experts have already applied the weights. Between the steps the dispatcher
-    stores the order of the rows, so one forward must end before the next begins. All ranks of the expert and
+    Steps 4 to 6 sum the rows of a token; the experts have already applied the weights. All ranks of the expert and
     expert-tensor groups must call each step. config: the layer's configuration. shared_experts: see set_shared_experts.
+    cover: runs while rows are exchanged; None waits for them.
+
+    [Note: state of a dispatch] Between the steps the dispatcher stores the state of the forward. A forward may take
+    turns with a backward, on a thread of its own, that recomputes the layer for another micro-batch, so there is a
+    state for each thread. On a thread one forward must end before the next begins.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
@@ -55,11 +106,8 @@ class MoETokenDispatcher(ABC):
         self.ep_group, self.tp_group, self.tp_ep_group = groups.ep, groups.expt_tp, groups.tp_ep
         self.ep_size, self.tp_size = group_size(groups.ep), group_size(groups.expt_tp)
         self.shared_experts: Callable[[Tensor], Any] | None = None
-        self._demand: RowDemand | None = None
-        self._shape = torch.Size()  # of the tokens passed to step 1
-        self._tokens: Tensor | None = None  # for a shared expert
-        self._shared_output: Tensor | None = None
-        self._passage: Any = None  # row order of the current forward, in a type specific to each dispatcher
+        self.cover: ExchangeCover | None = None
+        self._current = _OfThread()
 
     def order_rows(self, tokens: Tensor, routing: Routing) -> Any:
         """Runs the part of step 1 that a CUDA graph may capture; returns the second argument of `begin`.
@@ -75,15 +123,14 @@ class MoETokenDispatcher(ABC):
         tokens: [*, H], any float dtype. ordered: the result of order_rows for the same tokens.
         """
         rows = as_rows(tokens)
-        # Stored only for a shared expert, because a forward that is recomputed for its saved tensors may stop before
-        # `_end`, which clears them.
-        self._shape, self._tokens = tokens.shape, None if self.shared_experts is None else rows
-        self._shared_output = None
-        return self._begin(rows, ordered)
+        # Tokens are stored only for a shared expert, because a forward that is recomputed for its saved tensors may
+        # stop before `_end`, which drops them.
+        state = self._current.state = Dispatch(tokens.shape, None if self.shared_experts is None else rows)
+        return self._begin(rows, ordered, state)
 
     @abstractmethod
-    def _begin(self, tokens: Tensor, ordered: Any) -> tuple[Tensor, Tensor]:
-        """Sets _passage and returns the rows and weights that step 2 sends; tokens: [T, H]."""
+    def _begin(self, tokens: Tensor, ordered: Any, state: Dispatch) -> tuple[Tensor, Tensor]:
+        """Sets state.rows and returns the rows and weights that step 2 sends; tokens: [T, H]."""
 
     def dispatch_preprocess(self, tokens: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
         """Prepares the input of token_dispatch: rows, or tokens with all their choices, and their weights.
@@ -143,29 +190,29 @@ class MoETokenDispatcher(ABC):
     def take_demand(self) -> RowDemand | None:
         """Returns and clears the RowDemand of this forward; None for a dispatcher without static buffers."""
         # The demand is cleared because a CUDA graph may own its memory.
-        demand, self._demand = self._demand, None
+        state = self._current.state
+        demand, state.demand = state.demand, None
         return demand
 
-    def _run_shared_experts(self) -> None:
+    def _run_shared_experts(self, state: Dispatch) -> None:
         """Runs the shared expert; token_dispatch calls it while rows are in transit."""
         if self.shared_experts is not None:
-            assert self._tokens is not None, "dispatch_preprocess must be called first"
-            result = self.shared_experts(self._tokens)
+            assert state.tokens is not None, "set_shared_experts comes before dispatch_preprocess"
+            result = self.shared_experts(state.tokens)
             if isinstance(result, tuple):
                 output, bias = result
                 result = output if bias is None else output + bias
-            self._shared_output = result
+            state.shared_output = result
 
-    def _end(self, tokens: Tensor) -> Tensor:
+    def _end(self, tokens: Tensor, state: Dispatch) -> Tensor:
         """Adds the shared expert's result to tokens, [T, H], and returns them in their original shape.
 
-        Also clears the state of this forward.
+        Also drops the state of this forward, except a demand that was not taken.
         """
-        shape = self._shape
-        if self._shared_output is not None:
-            tokens = tokens + self._shared_output
-        self._passage = self._shared_output = self._tokens = None
-        return in_shape(tokens, shape)
+        if state.shared_output is not None:
+            tokens = tokens + state.shared_output
+        state.rows = state.shared_output = state.tokens = None
+        return in_shape(tokens, state.shape)
 
 
 def as_rows(tokens: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
-from megatron.core.transformer.moe.dispatch import MoETokenDispatcher, own_experts
+from megatron.core.transformer.moe.dispatch import Dispatch, MoETokenDispatcher, own_experts
 from megatron.core.transformer.moe.permutation import (
     PermutationMap,
     build_capacity_limit,
@@ -73,13 +73,13 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
         else:
             self.order = partial(_order_own_sync, num_experts=len(local))
 
-    def _begin(self, tokens: Tensor, ordered: tuple[Tensor, Tensor, bool]) -> tuple[Tensor, Tensor]:
+    def _begin(self, tokens: Tensor, ordered: tuple[Tensor, Tensor, bool], state: Dispatch) -> tuple[Tensor, Tensor]:
         probs, expert_indices, has_absent = ordered
         limited = self.limit(probs, expert_indices, expert_indices < self.num_experts if has_absent else None)
         if limited is not None:
             # One past the last expert, an index that belongs to no rank, as for slots without an expert.
             expert_indices = expert_indices.where(limited.kept, self.num_experts)
-        self._passage = Choices(expert_indices, None if limited is None else limited.capacity, has_absent)
+        state.rows = Choices(expert_indices, None if limited is None else limited.capacity, has_absent)
         return tokens, probs
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -94,12 +94,13 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
 
         Returns [N, H] and [N, K], N = ranks x T.
         """
-        own: Choices = self._passage
+        state = self._current.state
+        own: Choices = state.rows
         tokens = gather_from_sequence_parallel_region(hidden_states, group=self.group)
         probs = gather_from_sequence_parallel_region(probs, group=self.group)
         indices = all_gather_rows(own.expert_indices, self.group).wait() - self.experts.start
-        self._passage = replace(own, expert_indices=indices)
-        self._run_shared_experts()
+        state.rows = replace(own, expert_indices=indices)
+        self._run_shared_experts(state)
         return tokens, probs
 
     def dispatch_postprocess(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -107,8 +108,9 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
 
         Returns rows [R, H], tokens_per_expert [e], int64, on the device, and the weight of each row [R].
         """
-        permutation, tokens_per_expert = self.order(self._passage)
-        self._passage = permutation
+        state = self._current.state
+        permutation, tokens_per_expert = self.order(state.rows)
+        state.rows = permutation
         rows, weights = permute_tokens(hidden_states, probs, permutation)
         return rows, tokens_per_expert, weights
 
@@ -117,7 +119,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
 
         hidden_states: [R, H], any float dtype, already multiplied by the weights.
         """
-        return unpermute_tokens(hidden_states, self._passage)
+        return unpermute_tokens(hidden_states, self._current.state.rows)
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
         """Sums each token over the ranks; hidden_states: [N, H], any float dtype. Returns [T, H]. Collective."""
@@ -125,7 +127,7 @@ class MoEAllGatherTokenDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Reshapes the tokens to their original shape; hidden_states: [T, H], any float dtype. Returns [*, H]."""
-        return self._end(hidden_states)
+        return self._end(hidden_states, self._current.state)
 
 
 def _order_all(gathered: Choices, *, num_experts: int) -> tuple[PermutationMap, Tensor]:

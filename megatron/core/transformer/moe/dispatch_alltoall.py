@@ -20,11 +20,11 @@ from torch import Tensor
 
 from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.config_field import require_defaults
-from megatron.core.group_collectives import arriving
+from megatron.core.group_collectives import Pending, arriving
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
 from megatron.core.transformer.moe.aux_losses import count_tokens
-from megatron.core.transformer.moe.dispatch import MoETokenDispatcher, own_experts
+from megatron.core.transformer.moe.dispatch import Dispatch, ExchangeCover, MoETokenDispatcher, own_experts
 from megatron.core.transformer.moe.permutation import (
     PermutationMap,
     Routing,
@@ -56,11 +56,13 @@ class AllToAllPassage:
     """Row orders of one forward, which combine reverses.
 
     permutation: order in which this rank's tokens are sent. splits: row counts of the dispatch; combine swaps send and
-    receive. by_expert: order of the received rows; None before they are received, or if they arrive sorted by expert.
+    receive. counts: of the rows from each rank, which may still be under way; None if all ranks send the same number.
+    by_expert: order of the received rows; None before they are received, or if they arrive sorted by expert.
     """
 
     permutation: PermutationMap
     splits: RowSplits
+    counts: Pending | None = None
     by_expert: PermutationMap | None = None
 
 
@@ -86,7 +88,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         self.num_experts, self.local_expert_indices = config.num_moe_experts, list(local)
         self.is_padded = config.moe_pad_expert_input_to_capacity
         # Replaced in plans, whose counts have no values to read.
-        self.row_splits_sync: Callable[[Tensor, dist.ProcessGroup], RowSplits] = row_splits_sync
+        self.row_splits_sync: Callable[[Tensor, Pending], RowSplits] = row_splits_sync
         # Counts experts of all ranks, because a rank sorts its tokens before it sends them.
         self.row_order = build_row_order(config, self.num_ranks * num_local_experts)
 
@@ -99,7 +101,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         counts = self._counts(
             Routing.of(torch.zeros_like(routing_map, dtype=torch.float32), routing_map, num_experts=self.num_experts)
         )
-        received = counts if self.num_ranks == 1 else exchange_counts(counts, self.transport.group)
+        received = counts if self.num_ranks == 1 else exchange_counts(counts, self.transport.group).wait()
         return received.sum(dim=0)
 
     def _counts(self, routing: Routing) -> Tensor:
@@ -111,16 +113,20 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         counts = count_tokens(indices.clamp(max=num_experts), num_experts + 1)[:num_experts]
         return counts.view(self.num_ranks, self.num_local_experts)
 
-    def _begin(self, tokens: Tensor, ordered: tuple[Tensor, Tensor, bool]) -> tuple[Tensor, Tensor]:
+    def _begin(self, tokens: Tensor, ordered: tuple[Tensor, Tensor, bool], state: Dispatch) -> tuple[Tensor, Tensor]:
         probs, expert_indices, has_absent = ordered
         probs, expert_indices = to_every_shard(
             probs, expert_indices, num_local_experts=self.num_local_experts, num_shards=self.num_shards
         )
         present = expert_indices < self.num_ranks * self.num_local_experts if has_absent else None
         permutation, counts = self.row_order(probs, expert_indices, present)
-        rows, weights = permute_tokens(tokens, probs, permutation)
         counts = counts.view(self.num_ranks, self.num_local_experts)
-        self._passage = AllToAllPassage(permutation, RowSplits(counts, len(rows)))
+        # With padding every expert has the same number of rows, so counts are only exchanged without it.
+        has_splits = self.num_ranks > 1 and not self.is_padded
+        # Overlaps with the copies of tokens.
+        received = exchange_counts(counts, self.transport.group) if has_splits else None
+        rows, weights = permute_tokens(tokens, probs, permutation)
+        state.rows = AllToAllPassage(permutation, RowSplits(counts, len(rows)), received)
         return rows, weights
 
     def dispatch_preprocess(self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -135,35 +141,46 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
 
         permutated_local_input_tokens: [*, H], any float dtype; permuted_probs: [*]. Collective.
         """
-        rows, weights, passage = permutated_local_input_tokens, permuted_probs, self._passage
+        rows, weights, state = permutated_local_input_tokens, permuted_probs, self._current.state
         if self.num_ranks == 1:
-            self._run_shared_experts()
+            self._run_shared_experts(state)
             return rows, weights
-        if not self.is_padded:
-            # With padding every expert has the same number of rows, so counts are only exchanged without it.
-            passage = replace(passage, splits=self.row_splits_sync(passage.splits.counts, self.transport.group))
-            self._passage = passage
-        first, second = (RowExchange(self.transport, passage.splits.send, passage.splits.receive) for _ in range(2))
-        rows, weights = first.start(rows), second.start(weights)
+        passage: AllToAllPassage = state.rows
+        reads_counts = passage.counts is not None
+        if passage.counts is not None:
+            if self.cover is not None:
+                self.cover.before_counts()
+            splits = self.row_splits_sync(passage.splits.counts, passage.counts)
+            state.rows = passage = replace(passage, splits=splits, counts=None)
+        exchange = RowExchange(
+            self.transport,
+            passage.splits.send,
+            passage.splits.receive,
+            cover=self.cover,
+            counts_were_covered=reads_counts,
+        )
+        rows, weights = exchange.start(rows, weights)
         # Overlaps with the exchange of rows, in backward too.
-        self._run_shared_experts()
-        return first.wait(rows), second.wait(weights)
+        self._run_shared_experts(state)
+        rows, weights = exchange.wait(rows, weights)
+        return rows, weights
 
     def dispatch_postprocess(self, global_input_tokens: Tensor, global_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Sorts received rows by expert; global_input_tokens: [R, H], any float dtype; global_probs: [R].
 
         Returns rows [R, H], tokens_per_expert [e], int64, on the device, and the weight of each row [R].
         """
-        rows, weights, passage = global_input_tokens, global_probs, self._passage
+        rows, weights, state = global_input_tokens, global_probs, self._current.state
+        passage: AllToAllPassage = state.rows
         if self.num_ranks > 1 and self.num_local_experts > 1:
             by_expert = _expert_order(passage.splits)
             rows, weights = permute_tokens(rows, weights, by_expert)
-            self._passage = replace(passage, by_expert=by_expert)
+            state.rows = replace(passage, by_expert=by_expert)
         return rows, passage.splits.counts.sum(dim=0), weights
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Puts results into the order in which their rows arrived; hidden_states: [R, H], any float dtype."""
-        by_expert = self._passage.by_expert
+        by_expert = self._current.state.rows.by_expert
         return hidden_states if by_expert is None else unpermute_tokens(hidden_states, by_expert)
 
     def token_combine(
@@ -177,16 +194,18 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         require_own_stream("MoEAlltoAllTokenDispatcher.token_combine", async_finish, allocate_on_comm_stream)
         if self.num_ranks == 1:
             return hidden_states
-        splits = self._passage.splits
-        back = RowExchange(self.transport, splits.receive, splits.send)
-        return back.wait(back.start(hidden_states))
+        splits: RowSplits = self._current.state.rows.splits
+        back = RowExchange(self.transport, splits.receive, splits.send, cover=self.cover)
+        (combined,) = back.wait(*back.start(hidden_states))
+        return combined
 
     def combine_postprocess(self, permutated_local_input_tokens: Tensor) -> Tensor:
         """Sums each token's rows and returns the tokens in their original shape, [*, H].
 
         permutated_local_input_tokens: the rows returned by token_combine, any float dtype.
         """
-        return self._end(unpermute_tokens(permutated_local_input_tokens, self._passage.permutation))
+        state = self._current.state
+        return self._end(unpermute_tokens(permutated_local_input_tokens, state.rows.permutation), state)
 
 
 def require_own_stream(call: str, async_finish: bool, allocate_on_comm_stream: bool) -> None:
@@ -219,13 +238,14 @@ def to_every_shard(
     return probs.unsqueeze(-1).expand_as(copies).flatten(1), copies.flatten(1)
 
 
-def row_splits_sync(counts: Tensor, group: dist.ProcessGroup) -> RowSplits:
-    """Exchanges row counts with all ranks and reads them on the host. Collective.
+def row_splits_sync(counts: Tensor, arriving: Pending) -> RowSplits:
+    """Waits for the row counts of all ranks and reads them on the host.
 
-    counts: [ranks, e], int64, number of rows that this rank sends to each expert. NOTE: synchronizes with the device,
-    because row counts determine shapes. A layer does not synchronize anywhere else.
+    counts: [ranks, e], int64, number of rows that this rank sends to each expert. arriving: the result of
+    exchange_counts. NOTE: synchronizes with the device, because row counts determine shapes. A layer does not
+    synchronize anywhere else.
     """
-    received = exchange_counts(counts, group)
+    received = arriving.wait()
     send, receive = torch.stack([counts.sum(dim=1), received.sum(dim=1)]).tolist()
     return RowSplits(received, sum(receive), send, receive)
 
@@ -246,22 +266,24 @@ def _expert_order(splits: RowSplits) -> PermutationMap:
 class RowsUnderWay:
     """Exchange in progress.
 
-    sent: [R, *], received: [R', *], any dtype. works: must complete before the current stream reads `received`.
+    sent: [R, *] each, received: [R', *] each, any dtype. works: must complete before the current stream reads
+    `received`.
     """
 
-    sent: Tensor
-    received: Tensor
+    sent: Sequence[Tensor]
+    received: list[Tensor]
     works: tuple[dist.Work, ...] = ()
 
 
 class RowTransport(Protocol):
     """Interface for exchanging rows between the ranks of a group."""
 
-    def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
-        """Starts an exchange of rows. Collective.
+    def launch(self, tensors: Sequence[Tensor], *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
+        """Starts an exchange of the rows of several tensors. Collective.
 
-        rows: [R, *], any dtype, contiguous, sorted by receiver. send, receive: numbers of rows to and from each rank;
-        None means the same number for every rank.
+        tensors: [R, *], any dtype, contiguous, sorted by receiver. send, receive: numbers of rows of each tensor to and
+        from each rank; None means that a tensor has the same number of rows for every rank, which may differ between
+        tensors.
         """
 
     def reserve(self, num_bytes: int) -> None:
@@ -277,13 +299,17 @@ class CollectiveTransport:
 
     group: dist.ProcessGroup
 
-    def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
-        """Starts an asynchronous all-to-all of rows: [R, *], any dtype."""
-        shape = len(rows) if receive is None else sum(receive), *rows.shape[1:]
-        received = arriving(shape, self.group, dtype=rows.dtype, device=rows.device)
-        work = dist.all_to_all_single(received, rows, receive, send, group=self.group, async_op=True)
-        assert work is not None, "an asynchronous collective returns its work"
-        return RowsUnderWay(rows, received, (work,))
+    def launch(self, tensors: Sequence[Tensor], *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
+        """Starts an asynchronous all-to-all of each tensor: [R, *], any dtype."""
+        received, works = [], []
+        for rows in tensors:
+            shape = len(rows) if receive is None else sum(receive), *rows.shape[1:]
+            arrived = arriving(shape, self.group, dtype=rows.dtype, device=rows.device)
+            work = dist.all_to_all_single(arrived, rows, receive, send, group=self.group, async_op=True)
+            assert work is not None, "an asynchronous collective returns its work"
+            received.append(arrived)
+            works.append(work)
+        return RowsUnderWay(tensors, received, tuple(works))
 
     def reserve(self, num_bytes: int) -> None:
         """Does nothing, because each exchange allocates its own memory."""
@@ -291,30 +317,37 @@ class CollectiveTransport:
 
 @dataclass
 class RowExchange:
-    """Differentiable all-to-all of rows. `start` launches it, `wait` completes it; backward exchanges the gradients.
+    """Differentiable all-to-all of the rows of several tensors, which are launched and awaited together.
 
-    send, receive: numbers of rows to and from each rank; None means the same number for every rank. See [Note:
-    overlapped exchanges].
+    `start` launches the exchange, `wait` completes it; backward exchanges the gradients. send, receive: numbers of rows
+    to and from each rank; None means the same number for every rank. cover: runs before each wait. counts_were_covered:
+    whether it also ran before the numbers of rows were read. See [Note: overlapped exchanges].
     """
 
     transport: RowTransport
     send: list[int] | None = None
     receive: list[int] | None = None
-    # Also keeps a reference to the sent rows. Without it, their memory could be reused while it is still being read.
+    cover: ExchangeCover | None = None
+    counts_were_covered: bool = False
+    # Also keeps references to the sent rows. Without them, their memory could be reused while it is still being read.
     _running: RowsUnderWay | None = field(init=False, default=None)
     _packed: Tensor | None = field(init=False, default=None)
+    _counts: Tensor | None = field(init=False, default=None)
+    # Whether each tensor has a gradient, which is the same on all ranks.
+    _has_gradient: Sequence[bool] = field(init=False, default=())
 
-    def start(self, rows: Tensor, packed: Tensor | None = None) -> Tensor:
-        """Launches the exchange; rows: [R, *], float, sorted by receiver. Returns the input of `wait`. Collective.
+    def start(self, *tensors: Tensor, packed: Tensor | None = None, counts: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Launches the exchange and returns the inputs of `wait`. Collective.
 
-        packed: [R, bytes], uint8, sent instead of the rows, which are then a placeholder, like the result of `wait`.
-        See [Note: placeholders] in static_rows.py.
+        tensors: [R, *], float, sorted by receiver. packed: [R, bytes], uint8, sent instead of the first tensor, which
+        is then a placeholder, like the first result of `wait`; see [Note: placeholders] in static_rows.py. counts:
+        [ranks, *], int64, of which each rank receives a row; only if all ranks receive the same number of rows.
         """
-        return _Start.apply(rows, self, packed)
+        return _Start.apply(self, packed, counts, *tensors)
 
-    def wait(self, started: Tensor) -> Tensor:
-        """Returns the received rows, or a placeholder, sorted by sender: [R', *], the rows' dtype."""
-        return _Wait.apply(started, self)
+    def wait(self, *started: Tensor) -> tuple[Tensor, ...]:
+        """Returns the received tensors, sorted by sender: [R', *], their dtypes."""
+        return _Wait.apply(self, *started)
 
     def take_packed(self) -> Tensor | None:
         """Returns the packed rows that were received, [R', bytes], uint8, after `wait`, and lets go of them."""
@@ -322,17 +355,23 @@ class RowExchange:
         received, self._packed = self._packed, None
         return received
 
-    def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> Tensor:
-        """Starts the exchange in one direction; rows: [R, *], any dtype.
+    def take_counts(self) -> Tensor:
+        """Returns the counts that were received, [ranks, *], int64, after `wait`, and lets go of them."""
+        received, self._counts = self._counts, None
+        assert received is not None, "no counts were sent"
+        return received
 
-        Returns the buffer, [R', *], that contains the received rows after `finish`.
+    def launch(self, tensors: Sequence[Tensor], *, send: list[int] | None, receive: list[int] | None) -> list[Tensor]:
+        """Starts the exchange in one direction; tensors: [R, *], any dtype.
+
+        Returns the buffers, [R', *], that contain the received rows after `finish`.
         """
         assert self._running is None, "an exchange was started twice"
-        self._running = self.transport.launch(rows.contiguous(), send=send, receive=receive)
+        self._running = self.transport.launch([one.contiguous() for one in tensors], send=send, receive=receive)
         return self._running.received
 
-    def finish(self) -> Tensor:
-        """Waits for the exchange that `launch` started; returns the received rows: [R', *], any dtype."""
+    def finish(self) -> list[Tensor]:
+        """Waits for the exchange that `launch` started; returns the received tensors: [R', *], any dtype."""
         assert self._running is not None, "an exchange was not started"
         running, self._running = self._running, None
         for work in running.works:
@@ -344,43 +383,63 @@ class _Start(PlainFunction):
     """Launches the exchange in forward; backward completes the exchange that _Wait's backward launched."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, exchange: RowExchange, packed: Tensor | None) -> Tensor:
-        ctx.exchange = exchange
-        received = exchange.launch(rows if packed is None else packed, send=exchange.send, receive=exchange.receive)
-        if packed is None:
-            return received
-        exchange._packed = received
-        return placeholder(rows, received.shape[0])
+    def forward(
+        ctx: Any, exchange: RowExchange, packed: Tensor | None, counts: Tensor | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.exchange, exchange._has_gradient = exchange, ctx.needs_input_grad[3:]
+        sent = list(tensors)
+        if packed is not None:
+            sent[0] = packed
+        if counts is not None:
+            sent.append(counts)
+        received = exchange.launch(sent, send=exchange.send, receive=exchange.receive)
+        if counts is not None:
+            *received, exchange._counts = received
+        if packed is not None:
+            exchange._packed = received[0]
+            received[0] = placeholder(tensors[0], len(received[0]))
+        return tuple(received)
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return ctx.exchange.finish(), None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exchange: RowExchange = ctx.exchange
+        if exchange.cover is not None:
+            exchange.cover.before_row_gradients(counts_were_covered=exchange.counts_were_covered)
+        received: Sequence[Tensor | None] = exchange.finish()
+        if False in exchange._has_gradient:
+            arrived = iter(received)
+            received = [next(arrived) if has_gradient else None for has_gradient in exchange._has_gradient]
+        return None, None, None, *received
 
 
 class _Wait(PlainFunction):
     """Completes the exchange in forward; backward launches the gradient exchange, which _Start's backward completes."""
 
     @staticmethod
-    def forward(ctx: Any, started: Tensor, exchange: RowExchange) -> Tensor:
+    def forward(ctx: Any, exchange: RowExchange, *started: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
+        if exchange.cover is not None:
+            exchange.cover.before_rows()
         exchange.finish()
-        return started.view_as(started)
+        return tuple([one.view_as(one) for one in started])
 
     @staticmethod
     @first_order
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        exchange = ctx.exchange
-        exchange.launch(grad, send=exchange.receive, receive=exchange.send)
-        # A placeholder of the right shape: _Start's backward returns the received gradient.
-        return grad, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        exchange: RowExchange = ctx.exchange
+        sent: Sequence[Tensor] = grads
+        if False in exchange._has_gradient:
+            sent = [grad for grad, has_gradient in zip(grads, exchange._has_gradient) if has_gradient]
+        exchange.launch(sent, send=exchange.receive, receive=exchange.send)
+        # Placeholders of the right shapes: _Start's backward returns the received gradients.
+        return None, *grads
 
 
-def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sends row i of `counts` to rank i, and returns the rows received from all ranks. Collective.
+def exchange_counts(counts: Tensor, group: dist.ProcessGroup) -> Pending:
+    """Starts to send row i of `counts` to rank i, and to receive a row from each rank. Collective.
 
-    counts: [ranks, e], int64. Returns the same shape and dtype; row i is from rank i.
+    counts: [ranks, e], int64. The result has the same shape and dtype; row i is from rank i.
     """
     received = arriving(counts.shape, group, dtype=counts.dtype, device=counts.device)
-    dist.all_to_all_single(received, counts, group=group)
-    return received
+    return Pending(received, dist.all_to_all_single(received, counts, group=group, async_op=True), kept=counts)

@@ -23,6 +23,7 @@ from megatron.core.autograd import PlainFunction, first_order
 from megatron.core.device import default_device, is_capturing
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size, or_alone
+from megatron.core.transformer.moe.dispatch import Dispatch
 from megatron.core.transformer.moe.dispatch_alltoall import RowsUnderWay, require_own_stream, to_every_shard
 from megatron.core.transformer.moe.dispatch_static import (
     MoEStaticAlltoAllTokenDispatcher,
@@ -185,7 +186,7 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
         super().__init__(num_local_experts, local_expert_indices, config, pg_collection, row_alignment=row_alignment)
         self.buffer = deep_ep_buffer(self.group, config.hidden_size * torch.bfloat16.itemsize)
 
-    def _begin(self, tokens: Tensor, ordered: tuple[Tensor, Tensor, bool]) -> tuple[Tensor, Tensor]:
+    def _begin(self, tokens: Tensor, ordered: tuple[Tensor, Tensor, bool], state: Dispatch) -> tuple[Tensor, Tensor]:
         probs, expert_indices, has_absent = ordered
         budget, num_experts = self.budget, len(self.experts)
         probs, experts = to_every_shard(
@@ -194,7 +195,7 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
         if has_absent:
             # deep_ep's marker of a slot without an expert.
             experts = experts.masked_fill(experts >= budget.num_ranks * num_experts, -1)
-        self._passage = DeepEPPassage(experts.contiguous(), len(tokens))
+        state.rows = DeepEPPassage(experts.contiguous(), len(tokens))
         return tokens, probs
 
     def token_dispatch(
@@ -210,8 +211,8 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
         of their choices, [N, H] and [N, K].
         """
         require_own_stream("MoEDeepEPTokenDispatcher.token_dispatch", async_finish, allocate_on_comm_stream)
-        probs = require_probs(probs)
-        passage: DeepEPPassage = self._passage
+        probs, state = require_probs(probs), self._current.state
+        passage: DeepEPPassage = state.rows
         # deep_ep supports fp32 weights only.
         sent = _Sent(
             *_Send.apply(
@@ -222,18 +223,19 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
                 self.budget.num_ranks * len(self.experts),
             )
         )
-        self._passage = replace(
+        state.rows = replace(
             passage, order=self.by_expert(sent.experts, num_tokens=passage.num_tokens), handle=sent.handle
         )
-        self._run_shared_experts()
+        self._run_shared_experts(state)
         return sent.tokens, sent.weights.to(probs.dtype)
 
     def order_received(self, hidden_states: Tensor) -> StaticOrder:
         """Returns the order of the received tokens in the buffer; hidden_states: [N, H], bf16."""
-        passage: DeepEPPassage = self._passage
+        state = self._current.state
+        passage: DeepEPPassage = state.rows
         order = passage.order
         assert order is not None, "token_dispatch comes first"
-        self._record(self.budget.demand_on_rank(order.rows_needed, passage.num_tokens), passage.num_tokens)
+        self._record(state, self.budget.demand_on_rank(order.rows_needed, passage.num_tokens), passage.num_tokens)
         return order
 
     def token_combine(
@@ -241,11 +243,11 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
     ) -> Tensor:
         """Sends results back and sums them for each token; hidden_states: [N, H], bf16. Returns [T, H]. Collective."""
         require_own_stream("MoEDeepEPTokenDispatcher.token_combine", async_finish, allocate_on_comm_stream)
-        return _Return.apply(hidden_states, self.buffer, self._passage.handle)
+        return _Return.apply(hidden_states, self.buffer, self._current.state.rows.handle)
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Reshapes the tokens to their original shape; hidden_states: [T, H], bf16. Returns [*, H]."""
-        return self._end(hidden_states)
+        return self._end(hidden_states, self._current.state)
 
 
 # A buffer occupies GPU memory, so the layers of a model, which have the same ranks and width, share it. The cache
@@ -361,13 +363,17 @@ class SymmetricTransport:
         self._num_bytes = 0  # bytes of the buffer that this layer has requested so far
         self._is_in_graphs = False
 
-    def launch(self, rows: Tensor, *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
-        """Sends P rows to each rank through the shared buffer. Collective.
+    def launch(self, tensors: Sequence[Tensor], *, send: list[int] | None, receive: list[int] | None) -> RowsUnderWay:
+        """Sends P rows of each tensor to each rank through the shared buffer. Collective.
 
-        rows: [ranks x P, *], any dtype. Before a capture, the buffer grows if necessary, which synchronizes the hosts
-        of the ranks. Raises RuntimeError if it is too small during or after a capture.
+        tensors: [ranks x P, *], any dtype; P may differ between tensors. Before a capture, the buffer grows if
+        necessary, which synchronizes the hosts of the ranks. Raises RuntimeError if it is too small during or after a
+        capture.
         """
         assert send is None and receive is None, "symmetric memory requires the same number of rows for each rank"
+        return RowsUnderWay(tensors, [self._exchange(rows) for rows in tensors])
+
+    def _exchange(self, rows: Tensor) -> Tensor:
         received = rows.new_empty(rows.shape)
         part = rows.unflatten(0, (group_size(self.group), -1))[0]
         if part.numel():
@@ -382,7 +388,7 @@ class SymmetricTransport:
             # All ranks have read their rows. Without this barrier, the next exchange could overwrite rows that are
             # being read.
             buffer.barrier()
-        return RowsUnderWay(rows, received)
+        return received
 
     def reserve(self, num_bytes: int) -> None:
         """Grows the buffer, if necessary, for exchanges of num_bytes bytes on each rank. Collective.

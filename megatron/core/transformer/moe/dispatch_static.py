@@ -51,6 +51,7 @@ from megatron.core.tensor_parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
 )
 from megatron.core.transformer.moe.dispatch import (
+    Dispatch,
     MoETokenDispatcher,
     RowDemand,
     own_experts,
@@ -247,7 +248,6 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
         assert config.moe_expert_rank_capacity_factor is not None, "this factor selects static dispatchers"
         self.group, self.experts = or_alone(groups.tp_ep), local
         self.num_local_experts, self.local_expert_indices = len(local), list(local)
-        self._order: StaticOrder | None = None  # order of the rows that dispatch_postprocess returned
         # Format in which rows are sent to the ranks of their experts; None sends them as they are.
         self.sent_format: BlockFormat | None = None
         self.budget = StaticBudget(
@@ -259,9 +259,9 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
             alignment=row_alignment,
         )
 
-    def _record(self, demand: RowDemand, num_tokens: int) -> None:
+    def _record(self, state: Dispatch, demand: RowDemand, num_tokens: int) -> None:
         """Stores the demand of a dispatch for take_demand; num_tokens: T, tokens per rank."""
-        self._demand = demand
+        state.demand = demand
 
     def set_capacity_factor(self, factor: float) -> None:
         """Replaces moe_expert_rank_capacity_factor for later dispatches."""
@@ -299,13 +299,14 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
 
         Returns rows [C, H], tokens_per_expert [e], int64, on the device, and the weight of each row [C].
         """
-        order = self._order = self.order_received(hidden_states)
+        order = self._current.state.order = self.order_received(hidden_states)
         rows, weights = gather_live_rows(hidden_states, probs, order=order, num_rows=order.num_rows)
         return rows, order.rows_per_group, weights
 
     def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
         """Sums the rows of each received token; hidden_states: [C, H], any float dtype, multiplied by the weights."""
-        order, self._order = self._order, None
+        state = self._current.state
+        order, state.order = state.order, None
         assert order is not None, "dispatch_postprocess comes first"
         return sum_live_rows(hidden_states, order=order, num_rows=order.num_rows)
 
@@ -324,8 +325,8 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
         indices = all_gather_rows(routing.indices, self.group).wait()
         return routing.weights, self.by_expert(indices, num_tokens=len(tokens), first_expert=self.experts.start)
 
-    def _begin(self, tokens: Tensor, ordered: tuple[Tensor, StaticOrder]) -> tuple[Tensor, Tensor]:
-        probs, self._passage = ordered
+    def _begin(self, tokens: Tensor, ordered: tuple[Tensor, StaticOrder], state: Dispatch) -> tuple[Tensor, Tensor]:
+        probs, state.rows = ordered
         return tokens, probs
 
     def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
@@ -335,14 +336,15 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
         """
         tokens = gather_from_sequence_parallel_region(hidden_states, group=self.group)
         probs = gather_from_sequence_parallel_region(probs, group=self.group)
-        self._run_shared_experts()
+        self._run_shared_experts(self._current.state)
         return tokens, probs
 
     def order_received(self, hidden_states: Tensor) -> StaticOrder:
         """Returns the order that order_rows computed; hidden_states: [N, H], any float dtype."""
-        order: StaticOrder = self._passage
+        state = self._current.state
+        order: StaticOrder = state.rows
         num_tokens = hidden_states.shape[0] // self.budget.num_ranks
-        self._record(self.budget.demand_on_rank(order.rows_needed, num_tokens), num_tokens)
+        self._record(state, self.budget.demand_on_rank(order.rows_needed, num_tokens), num_tokens)
         return order
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
@@ -351,26 +353,21 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Reshapes the tokens to their original shape; hidden_states: [T, H], any float dtype. Returns [*, H]."""
-        return self._end(hidden_states)
+        return self._end(hidden_states, self._current.state)
 
 
 # --- Rows that a pair of ranks exchanges ---
 
 
-@dataclass(frozen=True)
-class RankRows:
-    """Rows that this rank exchanges, grouped by receiving rank before the exchange and by sending rank after it.
+class ReceivedRows(NamedTuple):
+    """Rows received from all ranks, grouped by sending rank.
 
-    sent: assigns the rows to send to this rank's slots. experts: [received rows, 1], int32, on the device: the local
-    expert of each received row, e for padding. counts: [ranks, e], int64, on the device: slots of each rank for each
-    local expert, including slots beyond P rows. send, receive: rows to and from each rank; None means P.
+    experts: [received rows, 1], int32, on the device: the local expert of each row, e for padding. counts: [ranks, e],
+    int64, on the device: slots of each rank for each local expert, including slots beyond P rows.
     """
 
-    sent: StaticOrder
     experts: Tensor
     counts: Tensor
-    send: list[int] | None = None
-    receive: list[int] | None = None
 
 
 @dataclass(frozen=True)
@@ -391,9 +388,28 @@ class RankRowSizes:
             rows_per_rank=self.rows_per_pair,
         )
 
-    def exchange_counts(self, sent: StaticOrder) -> Tensor:
-        """Returns the number of slots of each rank for each local expert: [ranks, e], int64. Collective."""
-        return exchange_counts(sent.rows_per_group.view(self.num_ranks, self.num_experts), self.group)
+    def sent_counts(self, sent: StaticOrder) -> Tensor:
+        """Returns the number of this rank's slots for each expert of each rank: [ranks, e], int64."""
+        return sent.rows_per_group.view(self.num_ranks, self.num_experts)
+
+    def received(self, counts: Tensor) -> ReceivedRows:
+        """Describes the P rows from each rank; counts: [ranks, e], int64, sent_counts of each rank for this rank."""
+        return ReceivedRows(expert_of_received_rows(counts, rows_per_rank=self.rows_per_pair), counts)
+
+
+@dataclass(frozen=True)
+class RankRows:
+    """Rows that this rank exchanges.
+
+    sizes: of the exchange. sent: assigns the rows to send, grouped by receiving rank, to this rank's slots. received:
+    None until the exchange if it also sends the counts. send, receive: rows to and from each rank; None means P.
+    """
+
+    sizes: RankRowSizes
+    sent: StaticOrder
+    received: ReceivedRows | None = None
+    send: list[int] | None = None
+    receive: list[int] | None = None
 
 
 # (expert indices [T, K], int64, over all ranks' experts; sizes) -> the rows to exchange.
@@ -406,13 +422,11 @@ def rank_row_layout(device: torch.device) -> RankRowLayout:
 
 
 def padded_rank_rows(expert_indices: Tensor, sizes: RankRowSizes) -> RankRows:
-    """Lays out P rows for each rank, including padding rows, so that [ranks * P, H] is sent. Collective.
+    """Lays out P rows for each rank, including padding rows, so that [ranks * P, H] is sent.
 
     expert_indices: [T, K], int64, over all ranks' experts.
     """
-    sent = sizes.order(expert_indices)
-    counts = sizes.exchange_counts(sent)
-    return RankRows(sent, expert_of_received_rows(counts, rows_per_rank=sizes.rows_per_pair), counts)
+    return RankRows(sizes, sizes.order(expert_indices))
 
 
 def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRows:
@@ -421,17 +435,19 @@ def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRo
     expert_indices: [T, K], int64, over all ranks' experts. NOTE: reads counts on the host. They are in CPU memory, so
     the host waits for no device.
     """
-    padded = padded_rank_rows(expert_indices, sizes)
-    is_sent, is_received = padded.sent.slot_of_row >= 0, padded.experts < sizes.num_experts
+    sent = sizes.order(expert_indices)
+    received = sizes.received(exchange_counts(sizes.sent_counts(sent), sizes.group).wait())
+    is_sent, is_received = sent.slot_of_row >= 0, received.experts < sizes.num_experts
     # One extra entry, -1, for the slots without a row.
-    rows = torch.cat([is_sent.cumsum(0, dtype=torch.int32) - 1, padded.experts.new_full((1,), -1)])
-    order = padded.sent._replace(
-        slot_of_row=padded.sent.slot_of_row[is_sent],
-        token_of_row=padded.sent.token_of_row[is_sent],
-        row_of_slot=rows[padded.sent.row_of_slot],
+    rows = torch.cat([is_sent.cumsum(0, dtype=torch.int32) - 1, received.experts.new_full((1,), -1)])
+    order = sent._replace(
+        slot_of_row=sent.slot_of_row[is_sent],
+        token_of_row=sent.token_of_row[is_sent],
+        row_of_slot=rows[sent.row_of_slot],
     )
     send, receive = torch.stack([flags.view(sizes.num_ranks, -1).sum(1) for flags in (is_sent, is_received)]).tolist()
-    return RankRows(order, padded.experts[is_received].unsqueeze(1), padded.counts, send, receive)
+    filled = received._replace(experts=received.experts[is_received].unsqueeze(1))
+    return RankRows(sizes, order, filled, send, receive)
 
 
 # --- Sending rows ---
@@ -441,8 +457,8 @@ def packed_rank_rows_sync(expert_indices: Tensor, sizes: RankRowSizes) -> RankRo
 class StaticExchange:
     """Row orders of one forward, which combine reverses.
 
-    sent: this rank's rows, ordered by receiving rank. num_tokens: T. packed: rows in 8 bits, if rows are sent as such:
-    those to send, then those received.
+    rank_rows: `received` is set once rows are received. sent: this rank's rows, ordered by receiving rank. num_tokens:
+    T. packed: rows in 8 bits, if rows are sent as such: those to send, then those received.
     """
 
     rank_rows: RankRows
@@ -478,23 +494,28 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         self.transport.reserve(self.budget.num_ranks * self.budget.rows_of_pair(num_tokens) * row_bytes)
 
     def order_rows(self, tokens: Tensor, routing: Routing) -> tuple[SentRows, tuple[RankRows, StaticRows]]:
-        """Exchanges row counts and copies tokens into the rows to send; returns these rows and their order.
+        """Copies tokens into the rows to send; returns these rows and their order.
 
         tokens: [T, H], any float dtype.
         """
-        budget, num_experts = self.budget, len(self.experts)
         probs, expert_indices = to_every_shard(
-            routing.weights, routing.indices, num_local_experts=num_experts, num_shards=budget.num_shards
+            routing.weights,
+            routing.indices,
+            num_local_experts=len(self.experts),
+            num_shards=self.budget.num_shards,
         )
-        sizes = RankRowSizes(self.group, budget.num_ranks, num_experts, budget.rows_of_pair(len(tokens)))
+        budget = self.budget
+        sizes = RankRowSizes(self.group, budget.num_ranks, len(self.experts), budget.rows_of_pair(len(tokens)))
         rank_rows = self.layout(expert_indices, sizes)
         # Every row counts as live. Padding is sent as zeros, and the receiving rank ignores it.
         sent = StaticRows(rank_rows.sent, expert_indices.new_full((1,), len(rank_rows.sent.slot_of_row)))
         return sent.take(tokens, probs, self.sent_format), (rank_rows, sent)
 
-    def _begin(self, tokens: Tensor, ordered: tuple[SentRows, tuple[RankRows, StaticRows]]) -> tuple[Tensor, Tensor]:
+    def _begin(
+        self, tokens: Tensor, ordered: tuple[SentRows, tuple[RankRows, StaticRows]], state: Dispatch
+    ) -> tuple[Tensor, Tensor]:
         rows, (rank_rows, sent) = ordered
-        self._passage = StaticExchange(rank_rows, sent, len(tokens), rows.packed)
+        state.rows = StaticExchange(rank_rows, sent, len(tokens), rows.packed)
         return rows.rows, rows.probs
 
     def token_dispatch(
@@ -510,15 +531,20 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         the rows that this rank receives and their weights.
         """
         require_own_stream(f"{type(self).__name__}.token_dispatch", async_finish, allocate_on_comm_stream)
-        probs = require_probs(probs)
-        exchanges = self._exchange(), self._exchange()
-        passage: StaticExchange = self._passage
-        rows, weights = exchanges[0].start(hidden_states, passage.packed), exchanges[1].start(probs.unsqueeze(1))
+        probs, state = require_probs(probs), self._current.state
+        passage: StaticExchange = state.rows
+        rank_rows = passage.rank_rows
+        exchange = RowExchange(self.transport, rank_rows.send, rank_rows.receive, cover=self.cover)
+        sends_counts = rank_rows.received is None
+        counts = rank_rows.sizes.sent_counts(rank_rows.sent) if sends_counts else None
+        started = exchange.start(hidden_states, probs, packed=passage.packed, counts=counts)
         # Overlaps with the exchange of rows, in backward too.
-        self._run_shared_experts()
-        rows, weights = exchanges[0].wait(rows), exchanges[1].wait(weights).squeeze(1)
-        if passage.packed is not None:
-            self._passage = replace(passage, packed=exchanges[0].take_packed())
+        self._run_shared_experts(state)
+        rows, weights = exchange.wait(*started)
+        if sends_counts:
+            rank_rows = replace(rank_rows, received=rank_rows.sizes.received(exchange.take_counts()))
+        packed = None if passage.packed is None else exchange.take_packed()
+        state.rows = replace(passage, rank_rows=rank_rows, packed=packed)
         return rows, weights
 
     def take_packed(self) -> Tensor | None:
@@ -527,24 +553,28 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         Returns None if they were not sent in 8 bits. Otherwise token_dispatch has returned a placeholder for them, see
         [Note: placeholders] in static_rows.py.
         """
-        passage: StaticExchange = self._passage
+        state = self._current.state
+        passage: StaticExchange = state.rows
         if passage.packed is not None:
-            self._passage = replace(passage, packed=None)
+            state.rows = replace(passage, packed=None)
         return passage.packed
 
     def order_received(self, hidden_states: Tensor) -> StaticOrder:
         """Sorts received rows by expert; hidden_states: [*, H], any float dtype."""
-        passage: StaticExchange = self._passage
-        self._record(self._demand_of_both(passage), passage.num_tokens)
-        return self.by_expert(passage.rank_rows.experts, num_tokens=passage.num_tokens)
+        state = self._current.state
+        passage: StaticExchange = state.rows
+        received = passage.rank_rows.received
+        assert received is not None, "token_dispatch comes first"
+        self._record(state, self._demand_of_both(passage, received.counts), passage.num_tokens)
+        return self.by_expert(received.experts, num_tokens=passage.num_tokens)
 
-    def _demand_of_both(self, sent: StaticExchange) -> RowDemand:
+    def _demand_of_both(self, sent: StaticExchange, counts: Tensor) -> RowDemand:
         """Returns the maximum of the demand on the rows of a pair and the demand on this rank's buffer.
 
         The demand on the buffer includes slots that were not sent because they exceeded P rows.
         """
         budget = self.budget
-        on_rank = aligned_rows(sent.rank_rows.counts.sum(0), budget.alignment).sum(0, keepdim=True)
+        on_rank = aligned_rows(counts.sum(0), budget.alignment).sum(0, keepdim=True)
         pair = budget.demand_on_pair(sent.rank_rows.sent.rows_needed, sent.num_tokens)
         rank = budget.demand_on_rank(on_rank, sent.num_tokens)
         return RowDemand(
@@ -562,18 +592,16 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         must be True, because the process group determines the stream and the memory.
         """
         require_own_stream(f"{type(self).__name__}.token_combine", async_finish, allocate_on_comm_stream)
-        rows: RankRows = self._passage.rank_rows
-        back = RowExchange(self.transport, rows.receive, rows.send)
-        return back.wait(back.start(hidden_states))
+        rows: RankRows = self._current.state.rows.rank_rows
+        back = RowExchange(self.transport, rows.receive, rows.send, cover=self.cover)
+        (combined,) = back.wait(*back.start(hidden_states))
+        return combined
 
     def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
         """Sums each token's rows and returns the tokens in their original shape: [*, H], any float dtype."""
-        sent: StaticRows = self._passage.sent
-        return self._end(sent.give_back(hidden_states))
-
-    def _exchange(self) -> RowExchange:
-        rows: RankRows = self._passage.rank_rows
-        return RowExchange(self.transport, rows.send, rows.receive)
+        state = self._current.state
+        sent: StaticRows = state.rows.sent
+        return self._end(sent.give_back(hidden_states), state)
 
 
 def require_probs(probs: Tensor | None) -> Tensor:

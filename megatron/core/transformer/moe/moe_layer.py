@@ -17,7 +17,7 @@ from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, require_group_sizes
 from megatron.core.transformer.cuda_graphs import GraphedPart
 from megatron.core.transformer.module import MegatronModule, part
-from megatron.core.transformer.moe.dispatch import as_rows, in_shape, local_experts
+from megatron.core.transformer.moe.dispatch import ExchangeCover, as_rows, in_shape, local_experts
 from megatron.core.transformer.moe.dispatch_static import MoEStaticAlltoAllTokenDispatcher
 from megatron.core.transformer.moe.expert_step import ExpertStep, GraphedExperts
 from megatron.core.transformer.moe.experts import GroupedMLP
@@ -147,6 +147,10 @@ class MoELayer(BaseMoELayer):
         self.shared_expert_overlap = config.moe_shared_expert_overlap
         if self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self._run_shared_experts)
+
+    def set_exchange_cover(self, cover: ExchangeCover | None) -> None:
+        """Sets the computation that overlaps with the exchanges of rows; None waits for them."""
+        self.token_dispatcher.cover = cover
 
     def set_layer_number(self, layer_number: int) -> None:
         """Sets the number of this layer, on which the precision of its experts depends, also in its router."""
