@@ -53,6 +53,7 @@ from megatron.core.device.streams import (
     seconds_between,
     synchronize,
 )
+from megatron.core.device.threads import ThreadSettings
 
 __all__ = [
     "Arrival",
@@ -69,6 +70,7 @@ __all__ = [
     "RngStates",
     "RowChunks",
     "SideStream",
+    "ThreadSettings",
     "TimeMark",
     "Writers",
     "adopt_launcher",

@@ -5,7 +5,9 @@ schedule.py and transfers.py decide which steps run in which order.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -17,8 +19,9 @@ from torch.distributed import ProcessGroup
 from megatron.core.device import default_device
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.expert_overlap import ExpertOverlap, expert_overlap
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, validate_schedule
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pair, Pipeline, passes, validate_schedule
 from megatron.core.pipeline_parallel.sync_callables import SyncCallables
 from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Step, Transfer
 from megatron.core.process_groups_config import group_size
@@ -65,6 +68,7 @@ class ScheduleRunner:
     non_loss_data: bool = False
     reports: list[Any] = field(init=False, default_factory=list)
     num_tokens: torch.Tensor | None = field(init=False, default=None)
+    _overlap: ExpertOverlap | None = field(init=False, default=None)
     _kept: dict[Action, _Kept] = field(init=False, default_factory=dict)
     _inputs: dict[Action, torch.Tensor] = field(init=False, default_factory=dict)
     _outputs: dict[Transfer, torch.Tensor] = field(init=False, default_factory=dict)
@@ -75,19 +79,21 @@ class ScheduleRunner:
         Stages that compute no loss return an empty list. Raises ValueError, before anything is executed, if the passes
         cannot run in this order.
         """
-        actions = [step for step in steps if isinstance(step, Action)]
+        order = [step for step in steps if isinstance(step, (Action, Pair))]
         # Checked before anything is executed, because half a step would leave gradients behind.
-        validate_schedule(actions)
+        validate_schedule(order)
+        actions = passes(order)
         has_backward = any(action.kind is ActionKind.BACKWARD for action in actions)
         if has_backward:
             self._set_aux_loss_scale()
         sync = SyncCallables(self.config, self.model, actions=actions)
-        sync.begin()
-        try:
+        with ExitStack() as stack:
+            if has_backward:
+                self._overlap = stack.enter_context(expert_overlap(self.config, self.model))
+            stack.callback(sync.end)
+            sync.begin()
             for step in steps:
                 self._take(step, sync)
-        finally:
-            sync.end()
         self.communicator.finish()
         if has_backward and self.config.finalize_model_grads_func is not None:
             self.config.finalize_model_grads_func(list(self.model), self.num_tokens)
@@ -108,14 +114,26 @@ class ScheduleRunner:
             arrived = self.communicator.receive(Transfer(Direction.RECEIVE, step.action, source.stage))
             self._inputs[step.action] = arrived
         else:
-            sync.before(step)
-            if step.kind is ActionKind.FORWARD:
-                with self.config.timers("forward-compute", log_level=2):
-                    self._forward(step)
-            else:
-                with self.config.timers("backward-compute", log_level=2):
+            for action in step.passes:
+                sync.before(action)
+            self._run(step)
+            for action in step.passes:
+                sync.after(action)
+
+    def _run(self, step: Action | Pair) -> None:
+        if isinstance(step, Pair):
+            assert self._overlap is not None, "schedules have pairs only if passes overlap"
+            with self.config.timers("pair-compute", log_level=2):
+                self._overlap.run_pair(partial(self._backward, step.backward), partial(self._forward, step.forward))
+        elif step.kind is ActionKind.FORWARD:
+            with self.config.timers("forward-compute", log_level=2):
+                self._forward(step)
+        else:
+            with self.config.timers("backward-compute", log_level=2):
+                if self._overlap is None:
                     self._backward(step)
-            sync.after(step)
+                else:
+                    self._overlap.run_backward(partial(self._backward, step))
 
     @trace_range("ScheduleRunner._forward")
     def _forward(self, action: Action) -> None:

@@ -175,9 +175,13 @@ class CheckpointFunction(PlainFunction):
 
 
 class _ForwardValues:
-    """Values that one forward of a recomputed function has determined. See [Note: values of a forward]."""
+    """Values that one forward of a recomputed function has determined. See [Note: values of a forward].
 
-    def __init__(self) -> None:
+    draws_numbers: whether later runs restore the states of random-number generators.
+    """
+
+    def __init__(self, *, draws_numbers: bool = True) -> None:
+        self.draws_numbers = draws_numbers
         self._values: dict[Hashable, list[Any]] = {}
         self._taken: dict[Hashable, int] | None = None  # None in the first run, else the values taken in this run
         # Whether a run has recorded statistics, which needs gradients: a reentrant first run has none.
@@ -258,6 +262,17 @@ def is_recomputing() -> bool:
     return _is_in_torch_checkpoint() if later is None else later.is_recorded
 
 
+def redraws_numbers() -> bool:
+    """Returns whether the caller recomputes a forward with the random numbers of its first run.
+
+    The states of the generators then belong to that forward, so that no other forward may draw numbers now.
+    """
+    if current_backward_id() == -1:
+        return False
+    later = [one for one in _running() if one.is_later]
+    return any(one.draws_numbers for one in later) if later else _is_in_torch_checkpoint()
+
+
 def remembered(compute: Callable[[], _Value], *, key: Hashable) -> _Value:
     """Returns compute(), and the same value again in later runs of the recomputed function that makes this call.
 
@@ -306,7 +321,7 @@ def recompute(
     # Without gradients nothing is saved, so there is nothing to recompute.
     if not torch.is_grad_enabled():
         return function(*args, **kwargs)
-    values = _ForwardValues()
+    values = _ForwardValues(draws_numbers=draws_numbers)
     second_run = _SecondRun(get_cuda_rng_tracker().get_states() if draws_numbers else None, values.later_run)
     return torch.utils.checkpoint.checkpoint(
         function,
@@ -361,7 +376,7 @@ class CheckpointWithoutOutput:
         if not torch.is_grad_enabled():
             return run_function(*args)
         drawn_again = _RngSnapshot().drawn_again if self._draws_numbers else nullcontext
-        values = _ForwardValues()
+        values = _ForwardValues(draws_numbers=self._draws_numbers)
         self._second_run = functools.partial(
             self._run_again, run_function, _Kept(args), drawn_again=drawn_again, values=values
         )

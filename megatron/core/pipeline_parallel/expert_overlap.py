@@ -1,0 +1,120 @@
+"""ExpertOverlap: what computes while the MoE layers of a step exchange rows, as the configuration selects.
+
+With overlap_moe_expert_parallel_comm the passes of a pair take turns (pass_turns.py). With delay_wgrad_compute, or
+overlap_dispatch_backward_with_experts_wgrad for experts only, a backward computes its weight gradients during its
+exchanges (tensor_parallel/weight_grads.py).
+
+[Note: what covers an exchange] With both, a layer's exchanges alternate with these parts of its backward and of the
+other pass's forward, from top to bottom:
+
+    forward                          backward
+                                     launch the gradients of combine
+    router, launch row counts
+                                     experts, launch the gradients of dispatch
+    launch dispatch
+                                     held weight gradients
+    experts, launch combine
+                                     router, attention
+
+Row counts are exchanged before the rows only if the host must read them, in dropless layers. In layers with static
+buffers they travel with the rows. Without held weight gradients the backward has no part that could cover the exchange
+of row counts, so the forward does not hand over there.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any, Protocol, runtime_checkable
+
+from torch import nn
+
+from megatron.core.model_parallel_config import ExpertOverlapConfig
+from megatron.core.pipeline_parallel.pass_turns import PassTurns
+from megatron.core.tensor_parallel import weight_grads
+
+
+@runtime_checkable
+class ExchangesRows(Protocol):
+    """A MoE layer. experts: the module whose rows are exchanged."""
+
+    experts: nn.Module
+
+    def set_exchange_cover(self, cover: Any) -> None:
+        """Sets the object whose methods run during the layer's exchanges, see ExchangeCover in moe/dispatch.py."""
+
+
+@contextmanager
+def expert_overlap(config: ExpertOverlapConfig, model: Sequence[nn.Module]) -> Iterator["ExpertOverlap | None"]:
+    """Context that covers the exchanges of `model`; None if the configuration selects nothing."""
+    if not (
+        config.overlap_moe_expert_parallel_comm
+        or config.delay_wgrad_compute
+        or config.overlap_dispatch_backward_with_experts_wgrad
+    ):
+        yield None
+        return
+    overlap = ExpertOverlap(config, model)
+    try:
+        yield overlap
+    finally:
+        overlap.close()
+
+
+class ExpertOverlap:
+    """Covers the exchanges of the MoE layers of `model` until `close`. Implements ExchangeCover of moe/dispatch.py."""
+
+    def __init__(self, config: ExpertOverlapConfig, model: Sequence[nn.Module]) -> None:
+        self._turns = PassTurns() if config.overlap_moe_expert_parallel_comm else None
+        self._layers = [part for chunk in model for part in chunk.modules() if isinstance(part, ExchangesRows)]
+        self._queue: "weight_grads.WeightGradQueue | None" = None
+        self._covers_counts = self._turns is not None and config.delay_wgrad_compute
+        if config.delay_wgrad_compute:
+            self._queue = weight_grads.WeightGradQueue("delay_wgrad_compute")
+            self._queue.serve(param for chunk in model for param in chunk.parameters())
+        elif config.overlap_dispatch_backward_with_experts_wgrad:
+            self._queue = weight_grads.WeightGradQueue("overlap_dispatch_backward_with_experts_wgrad")
+            self._queue.serve(param for layer in self._layers for param in layer.experts.parameters())
+        for layer in self._layers:
+            layer.set_exchange_cover(self)
+
+    def close(self) -> None:
+        """Leaves the layers as they were."""
+        for layer in self._layers:
+            layer.set_exchange_cover(None)
+        if self._queue is not None:
+            self._queue.release()
+        if self._turns is not None:
+            self._turns.close()
+
+    def run_backward(self, backward: Callable[[], None]) -> None:
+        """Runs a backward that holds its weight gradients until its next exchange."""
+        with nullcontext() if self._queue is None else self._queue.holding():
+            backward()
+
+    def run_pair(self, backward: Callable[[], None], forward: Callable[[], None]) -> None:
+        """Runs the passes of a pair in turns."""
+        assert self._turns is not None, "only overlap_moe_expert_parallel_comm makes pairs"
+        self._turns.run_pair(partial(self.run_backward, backward), forward)
+
+    # See [Note: what covers an exchange].
+
+    def before_counts(self) -> None:
+        """Hands over while row counts are exchanged, if the backward can cover them."""
+        if self._covers_counts:
+            self._hand_over()
+
+    def before_rows(self) -> None:
+        """Hands over while rows are exchanged."""
+        self._hand_over()
+
+    def before_row_gradients(self, *, counts_were_covered: bool) -> None:
+        """Computes held weight gradients, and hands over, while gradients of rows are exchanged."""
+        if counts_were_covered and self._covers_counts:
+            self._hand_over()
+        if self._queue is not None:
+            self._queue.run()
+        self._hand_over()
+
+    def _hand_over(self) -> None:
+        if self._turns is not None:
+            self._turns.hand_over()

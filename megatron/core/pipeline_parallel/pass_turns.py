@@ -1,0 +1,114 @@
+"""PassTurns: runs the backward and the forward of a pair in turns; each computes while the other exchanges rows.
+
+schedule.py lists pairs, runner.py runs them, and expansion.py computes the order of their expert groups. Schedulers of
+data-parallel collectives take turns of a different kind (distributed/turns.py).
+
+[Note: turns] A pass that is about to wait for an exchange of rows hands over to the other pass of its pair, and
+continues when the other one hands over or ends. The backward begins. So the launch of an exchange and its end enclose a
+part of the other pass, which covers the exchange:
+
+    backward: ... launch combine' |                        | experts'; launch dispatch' |                 | router' ...
+    forward:                      | router; launch dispatch |                            | experts; launch combine | ...
+
+The forward runs on the calling thread, and the backward on a thread of its own: autograd is not cut, so hooks,
+recompute, and layers of any kind work as in a pass that runs alone. The two threads never compute at the same time, so
+that the order of everything that they launch depends on the model and the schedule only, and is the same on every rank.
+Both launch to the same stream. On a GPU autograd runs the nodes of the backward on its own thread for the device, which
+waits there for its turn. A forward must therefore not run a backward of its own, such as torch.autograd.grad, on a GPU.
+
+A pass hands over between layers, never while it holds state of its thread: a recomputation that has restored the states
+of random-number generators keeps its turn until it ends.
+"""
+
+import enum
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from megatron.core.device import ThreadSettings
+from megatron.core.tensor_parallel.random import redraws_numbers
+
+
+class Role(enum.Enum):
+    """The pass of a pair that a thread runs."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+class PairAborted(RuntimeError):
+    """Raised in a pass whose partner has failed."""
+
+
+class PassTurns:
+    """Runs pairs of passes in turns. See [Note: turns]. `close` ends its thread."""
+
+    def __init__(self) -> None:
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="backward of a pair")
+        # Of the pair that is running: the passes that have not ended, and one gate for each.
+        self._running: set[Role] = set()
+        self._gates: dict[Role, threading.Semaphore] = {}
+        self._forward_thread = 0
+        self._is_failed = False
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._worker.shutdown()
+
+    def run_pair(self, backward: Callable[[], None], forward: Callable[[], None]) -> None:
+        """Runs both functions, the backward on the other thread, until both have ended.
+
+        If one of them raises, the other ends with PairAborted when it is its turn, and the error is raised here.
+        """
+        self._running, self._is_failed = set(Role), False
+        self._gates = {role: threading.Semaphore(0) for role in Role}
+        self._forward_thread = threading.get_ident()
+        other = self._worker.submit(ThreadSettings().run, partial(self._run, Role.BACKWARD, backward))
+        try:
+            self._run(Role.FORWARD, partial(self._at_first_turn, forward))
+        except PairAborted:
+            other.result()
+            raise
+        except BaseException:
+            # Waits, so that nothing of the pair runs any longer when the caller handles the error.
+            other.exception()
+            raise
+        other.result()
+
+    def hand_over(self) -> None:
+        """Lets the other pass of a running pair continue, and returns when it hands over or ends.
+
+        Called by the code of both passes, and by passes that run alone, which return immediately. Raises PairAborted if
+        the other pass has failed.
+        """
+        if not self._running or redraws_numbers():
+            return
+        # On a GPU the nodes of the backward run on a thread of autograd.
+        is_forward = threading.get_ident() == self._forward_thread
+        role, other = (Role.FORWARD, Role.BACKWARD) if is_forward else (Role.BACKWARD, Role.FORWARD)
+        if other in self._running:
+            self._gates[other].release()
+            self._gates[role].acquire()
+        self._check(role)
+
+    def _at_first_turn(self, forward: Callable[[], None]) -> None:
+        self._gates[Role.FORWARD].acquire()
+        self._check(Role.FORWARD)
+        forward()
+
+    def _run(self, role: Role, run: Callable[[], Any]) -> None:
+        try:
+            run()
+        except BaseException:
+            self._is_failed = True
+            raise
+        finally:
+            self._running.discard(role)
+            for other in self._running:
+                self._gates[other].release()
+
+    def _check(self, role: Role) -> None:
+        if self._is_failed:
+            raise PairAborted(f"the {role.value} pass of a pair was aborted, because the other pass has failed")
