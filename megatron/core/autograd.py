@@ -1,6 +1,7 @@
 """PlainFunction and first_order: torch's autograd Function and once_differentiable with fewer Python calls a use.
 
-save_early saves the tensors of a Function before the Function's work.
+save_early saves the tensors of a Function before the Function's work. complete_backward and end_backward call functions
+at the end of a backward.
 
 A layer calls about a dozen Functions in each micro-batch. On a GPU the host must launch them faster than they run.
 
@@ -9,17 +10,26 @@ torch.utils.checkpoint only provides saved tensors, and torch ends it once the l
 Function's work. A long Function therefore passes its tensors to the active hooks on saved tensors itself, as soon as
 they exist (`packed`), and the rest of its forward is skipped. Without hooks it saves them as usual. A hook returns
 tensors without history, so the gradients of such a Function cannot be differentiated inside of hooks (first_order).
+
+[Note: inner backward] Activation recomputation runs a backward inside another, with its own callbacks. When these run,
+autograd is still evaluating a node of the outer backward. A hook on that node requeues the callback, so that it runs at
+the end of the outer backward.
 """
 
 from collections.abc import Callable, Collection
-from functools import wraps
+from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.core.device.torch_internals import active_hooks, graph_is_kept
+from megatron.core.device.torch_internals import (
+    active_hooks,
+    call_after_backward,
+    current_autograd_node,
+    graph_is_kept,
+)
 
 _Backward = Callable[..., Any]
 
@@ -114,3 +124,24 @@ def require_kept(saved: Collection[Any]) -> None:
             "backward of a function ran a second time, after the first freed its saved tensors: call the first "
             "backward with retain_graph=True"
         )
+
+
+def complete_backward(then: Callable[[], None]) -> None:
+    """Calls `then`, which may produce further gradients, at the end of the outermost running backward.
+
+    Called in a backward, or by such a function. See [Note: inner backward].
+    """
+
+    def at_end() -> None:
+        node = current_autograd_node()
+        if node is None:
+            then()
+        else:
+            node.register_hook(lambda *unused: call_after_backward(at_end))
+
+    call_after_backward(at_end)
+
+
+def end_backward(then: Callable[[], None]) -> None:
+    """Calls `then` after all functions of complete_backward, when the outermost running backward has all gradients."""
+    complete_backward(partial(call_after_backward, then))

@@ -7,6 +7,9 @@ accumulate, GradIntake accumulates it without the scheduler. Users' hooks on red
 
 ParamHooks calls its owner with each parameter whose gradient is accumulated. BackwardEnd calls its owner at the end of
 a backward. OutermostBackward distinguishes a backward from backwards that activation recomputation runs inside it.
+
+Hooks on parameters do nothing while a WeightGradQueue holds products of the parameter, and the queue calls them later;
+see [Note: held products] in weight_grads.py.
 """
 
 import weakref
@@ -20,12 +23,8 @@ from torch import nn
 from torch.autograd.graph import register_multi_grad_hook
 from torch.utils.hooks import RemovableHandle
 
-from megatron.core.device.torch_internals import (
-    call_after_backward,
-    current_autograd_node,
-    current_backward_id,
-    tree_leaves,
-)
+from megatron.core.autograd import end_backward
+from megatron.core.device.torch_internals import current_backward_id, tree_leaves
 from megatron.core.distributed.bucket_group import _ParamAndGradBucketGroup
 from megatron.core.distributed.bucket_storage import PersistentGrads
 from megatron.core.distributed.grad_hooks import GradHookRunner
@@ -33,7 +32,13 @@ from megatron.core.distributed.layout import ParamSlot
 from megatron.core.distributed.scheduler import CollectiveScheduler
 from megatron.core.distributed.turns import Turns
 from megatron.core.tensor_parallel.param_attributes import clear_main_grad, mark_gradients_pass
-from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
+from megatron.core.tensor_parallel.weight_grads import (
+    DeferrableHook,
+    GradOwner,
+    WeightGrad,
+    is_deferred,
+    set_grad_owner,
+)
 
 
 @dataclass(slots=True)
@@ -47,6 +52,10 @@ class _Source:
     grads: PersistentGrads
     slot: ParamSlot
     is_added: bool = False
+
+
+class _IntakeHook(partial[None], DeferrableHook):
+    """GradIntake._on_grad of one parameter."""
 
 
 class GradIntake:
@@ -77,7 +86,7 @@ class GradIntake:
                     set_grad_owner(slot.param, owner)
                     # The hook keeps this object alive, because the parameter and its gradient may outlive the wrapper.
                     # Hooks on the tensor, unlike hooks on its autograd node, survive a move of the parameter.
-                    hook = partial(self._on_grad, source)
+                    hook = _IntakeHook(self._on_grad, source)
                     self._handles.append(slot.param.register_post_accumulate_grad_hook(hook))
 
     def release(self) -> None:
@@ -87,6 +96,8 @@ class GradIntake:
         _forget_owners(self._params)
 
     def _on_grad(self, source: _Source, param: torch.Tensor) -> None:
+        if "grad_queue" in param.__dict__ and is_deferred(param):
+            return
         is_added, source.is_added = source.is_added, False
         if current_backward_id() != self._task:
             self._begin_backward()
@@ -132,7 +143,7 @@ class StreamingIntake:
             set_grad_owner(param, None)
             mark_gradients_pass(param)
         # The parameters keep this object alive, because they and their gradients may outlive the wrapper.
-        self._hooks = ParamHooks(self._on_grad, kept=self)
+        self._hooks = ParamHooks(self._on_grad, on_deferred=self._note, kept=self)
         self._hooks.watch(group_of)
 
     def watch_backward_of(self, outputs: Any) -> None:
@@ -164,13 +175,18 @@ class StreamingIntake:
                 "parameter, call reset_iteration() and load a checkpoint, because parameters may have been updated "
                 "already; the next iteration waits for all of them"
             )
+        self._note(param)
+        self._scheduler.accumulate(group, param)
+        # The bucket stores a copy.
+        param.grad = None
+
+    def _note(self, param: nn.Parameter) -> None:
+        """Records that the running backward has a gradient of a parameter, perhaps one that is computed later."""
+        group = self._group_of[param]
         if group.is_last_microbatch:
             self._end.note()
             if self._releases and group.is_last_backward:
                 self._hold_if_inside()
-        self._scheduler.accumulate(group, param)
-        # The bucket stores a copy.
-        param.grad = None
 
     def _hold_if_inside(self) -> None:
         # See [Note: several gradients].
@@ -193,15 +209,23 @@ def _forget_owners(params: Iterable[nn.Parameter]) -> None:
 # Hooks on parameters.
 
 
-class ParamHooks:
-    """Calls `on_grad` with each watched parameter whose gradient autograd has accumulated, until `release`.
+class ParamHooks(DeferrableHook):
+    """Calls `on_grad` with each watched parameter whose gradient is complete, until `release`.
 
-    on_grad: a method, held by a weak reference; after its object is freed, the hooks do nothing. kept: an object that
-    is kept alive as long as these hooks are registered.
+    on_grad: a method, held by a weak reference; after its object is freed, the hooks do nothing. on_deferred: a method
+    of the same object, called in the backward of a gradient that a WeightGradQueue completes later. kept: an object
+    that is kept alive as long as these hooks are registered.
     """
 
-    def __init__(self, on_grad: Callable[[nn.Parameter], None], *, kept: object = None) -> None:
+    def __init__(
+        self,
+        on_grad: Callable[[nn.Parameter], None],
+        *,
+        on_deferred: Callable[[nn.Parameter], None] | None = None,
+        kept: object = None,
+    ) -> None:
         self._on_grad, self._kept = weakref.WeakMethod(on_grad), kept
+        self._on_deferred = None if on_deferred is None else weakref.WeakMethod(on_deferred)
         self._handles: list[RemovableHandle] = []
 
     def watch(self, params: Iterable[nn.Parameter]) -> None:
@@ -220,11 +244,16 @@ class ParamHooks:
         return self._on_grad() is not None
 
     def __call__(self, param: torch.Tensor) -> None:
-        """Passes a parameter to `on_grad`; called by autograd."""
-        on_grad = self._on_grad()
-        if on_grad is not None:
+        """Passes a parameter to `on_grad`; called by autograd, or by the queue that has completed the gradient."""
+        method = self._on_grad
+        if "grad_queue" in param.__dict__ and is_deferred(param):
+            if self._on_deferred is None:
+                return
+            method = self._on_deferred
+        call = method()
+        if call is not None:
             assert isinstance(param, nn.Parameter)
-            on_grad(param)
+            call(param)
 
 
 def is_watched(param: nn.Parameter) -> bool:
@@ -237,12 +266,7 @@ def is_watched(param: nn.Parameter) -> bool:
 
 
 class BackwardEnd:
-    """Calls `then` once after each outermost backward in which `note` was called, after schedulers that come earlier.
-
-    [Note: inner backward] Activation recomputation runs a backward inside another, with its own callbacks. When these
-    run, autograd is still evaluating a node of the outer backward. A hook on that node requeues the callback, so that
-    it runs at the end of the outer backward.
-    """
+    """Calls `then` once after each outermost backward in which `note` was called, after earlier schedulers."""
 
     def __init__(self, then: Callable[[], None], scheduler: Turns) -> None:
         self._then, self._scheduler = then, scheduler
@@ -258,7 +282,7 @@ class BackwardEnd:
         task = current_backward_id()
         if task != self._task:
             self._task = task
-            self._call_back()
+            end_backward(self._at_end)
 
     def close(self) -> None:
         """Ends the recorded backward immediately, if there is one."""
@@ -270,18 +294,10 @@ class BackwardEnd:
         """Drops the recorded backward, so that `then` is not called for it."""
         self._is_open, self._task = False, None
 
-    def _call_back(self, *unused: Any) -> None:
-        call_after_backward(self._at_end)
-
     def _at_end(self) -> None:
-        node = current_autograd_node()
-        if node is None:
-            if self._is_open:
-                self._scheduler.end_earlier()
-            self.close()
-        else:
-            # See [Note: inner backward].
-            node.register_hook(self._call_back)
+        if self._is_open:
+            self._scheduler.end_earlier()
+        self.close()
 
 
 class OutermostBackward:

@@ -70,6 +70,7 @@ from megatron.core.logical_tensors import canonical_name
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.kept_dtypes import dtype_after_cast, mark_keep_in_fp32
+from megatron.core.tensor_parallel.param_attributes import is_served
 
 
 @dataclass(frozen=True)
@@ -431,6 +432,12 @@ def _check_settings(
         )
     _check_ranks_after_forward(ddp_config.reshard_after_forward, groups)
     for name, param in module.named_parameters():
+        if is_served(param):
+            raise ValueError(
+                f"{name} is served by a WeightGradQueue (--delay-wgrad-compute, "
+                "--overlap-dispatch-backward-with-experts-wgrad), but fully_shard reduces gradients in each module's "
+                "backward: call release() on the queue, and omit the flag with --use-torch-fsdp2"
+            )
         if not param.numel() and param.requires_grad:
             raise ValueError(
                 f"parameter {name} has shape {tuple(param.shape)}, without elements: fully_shard cannot reduce its "

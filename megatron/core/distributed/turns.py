@@ -15,6 +15,7 @@ alternate, or one may accumulate gradients over several iterations of the other,
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from functools import partial
 from weakref import WeakMethod
 
 import torch.distributed as dist
@@ -75,7 +76,8 @@ class Turns(ABC):
         if task != self._task:
             self._task, self._has_ended = task, False
             if task != -1:
-                call_after_backward(self._note_end)
+                # After the functions of complete_backward, which may produce gradients.
+                call_after_backward(partial(call_after_backward, self._note_end))
 
     @property
     def _must_gather_now(self) -> bool:

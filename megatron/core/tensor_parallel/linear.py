@@ -13,7 +13,7 @@ from megatron.core.group_collectives import Pending, all_gather_rows, all_reduce
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.weight_grads import LinearGrad, hand_over, has_grad_owner
+from megatron.core.tensor_parallel.weight_grads import LinearGrad, hand_over, takes_products
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -36,10 +36,10 @@ def linear_with_grad_accumulation_and_async_allreduce(
 
     allreduce_dgrad: all-reduce the input's gradient. sequence_parallel: gather the input, and reduce-scatter its
     gradient. Backward gathers the input a second time instead of saving it. tp_group: None means the group of
-    parallel_state, see group_or_existing. gradient_accumulation_fusion: pass the weight's gradient to its owner, if it
-    has one (weight_grads.py). Under torch.autocast, all tensors are first cast to the autocast dtype, as in F.linear,
-    and no owner is used. grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype: must have their
-    defaults.
+    parallel_state, see group_or_existing. gradient_accumulation_fusion: pass the weight's gradient to its owner or
+    queue, if it has one (weight_grads.py). Under torch.autocast, all tensors are first cast to the autocast dtype, as
+    in F.linear, and neither is used. grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype: must have
+    their defaults.
     """
     if grad_output_buffer is not None or wgrad_deferral_limit or gtp_remat_size != 1 or output_dtype is not None:
         _require_plain_product(grad_output_buffer, wgrad_deferral_limit, gtp_remat_size, output_dtype)
@@ -47,7 +47,7 @@ def linear_with_grad_accumulation_and_async_allreduce(
     if is_autocast_on(input):
         # Autograd records these casts, so that the functions below save and multiply tensors of one dtype.
         input, weight, bias = autocast_input(input), autocast_input(weight), autocast_input(bias)
-    fuses = gradient_accumulation_fusion and has_grad_owner(weight)
+    fuses = gradient_accumulation_fusion and takes_products(weight)
     output: Tensor
     if group_size(tp_group) > 1 and (allreduce_dgrad or sequence_parallel):
         output = LinearWithGradAccumulationAndAsyncCommunication.apply(
@@ -81,7 +81,7 @@ def is_autocast_on(tensor: Tensor) -> bool:
 
 
 class _OwnLinear(PlainFunction):
-    """Linear function of a single rank for a weight with a gradient owner. Supports double backward, like F.linear."""
+    """Linear function of a single rank for a weight with an owner or queue. Supports double backward, like F.linear."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -20,6 +20,7 @@ from megatron.core.process_groups_config import group_rank
 # not wrapped.
 _OF_OPTIMIZERS = frozenset({"main_param", "main_param_sharded"})
 _OF_WRAPPERS = frozenset({"main_grad", "grad_added_to_main_grad", "gradients_pass", "grad_owner", "__getstate__"})
+_OF_QUEUES = frozenset({"grad_queue"})
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,22 @@ def clear_main_grad(param: nn.Parameter) -> None:
     # set_grad_owner removes grad_owner.
     for name in (_OF_WRAPPERS | _OF_OPTIMIZERS) - {"grad_owner"}:
         vars(param).pop(name, None)
+    if is_served(param):
+        _store_marks_alone(param)
+
+
+def set_grad_queue(param: nn.Parameter, held: object) -> None:
+    """Sets what a WeightGradQueue holds for a parameter. None means that no queue serves it."""
+    if held is None:
+        vars(param).pop("grad_queue", None)
+    else:
+        vars(param).update(grad_queue=held)
+        _store_marks_alone(param)
+
+
+def is_served(param: nn.Parameter) -> bool:
+    """Returns whether a WeightGradQueue serves the parameter."""
+    return "grad_queue" in vars(param)
 
 
 def set_main_param(param: nn.Parameter, main: Tensor | None, *, is_sharded: bool) -> None:
@@ -210,7 +227,7 @@ def _store_marks_alone(param: nn.Parameter) -> None:
 
 
 def _marks_in(written: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in written.items() if name not in _OF_WRAPPERS | _OF_OPTIMIZERS}
+    return {name: value for name, value in written.items() if name not in _OF_WRAPPERS | _OF_OPTIMIZERS | _OF_QUEUES}
 
 
 @dataclass(frozen=True)

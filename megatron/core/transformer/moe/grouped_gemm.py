@@ -12,7 +12,7 @@ forward. torch's kernel would first write a temporary of the weights' size. fp64
 
 import enum
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -151,6 +151,13 @@ class ExpertGrads:
                     torch.addmm(matrix, rows.t(), grad, beta=beta, alpha=scale, out=matrix)
         if self.reader is not None:
             self.reader.end()
+
+    def detached(self) -> "ExpertGrads | None":
+        """Returns the product with detached operands, or None if the rows are in memory that others will reuse."""
+        if self.reader is not None and not self.reader.can_wait:
+            return None
+        rows = self.rows if type(self.rows) is PagedRows else self.rows.detach()
+        return replace(self, rows=rows, grad=self.grad.detach())
 
     @cpu_alone
     def _pairs_sync(self) -> list[tuple[Tensor, Tensor]]:

@@ -169,6 +169,10 @@ class QuantizedGrads:
             x, grad, block=block, offsets=offsets, rows=num_rows, out=matrices, scale=scale, is_added=not is_zero
         )
 
+    def detached(self) -> "QuantizedGrads | None":
+        """Returns the product itself: bytes have no graph. None if the rows are in memory that others will reuse."""
+        return self if self.reader is None or self.reader.can_wait else None
+
     def _columns(self, packed: Rows, width: int) -> Tensor:
         columns = self.form.empty_rows(width, packed.shape[0], device=packed.device)
         memory, places = operand("packed", packed)

@@ -468,6 +468,13 @@ class PageKeeper:
         else:
             self.pool.check_fresh(self._current(group).group.generation)
 
+    def keeps_for_readers(self, group: GroupMemory) -> bool:
+        """Returns whether rows of a group that was placed can be read after its backward, whichever groups follow.
+
+        Rows from the host are in the scratch, which the next group needs. A group without pages moves out of it.
+        """
+        return group.pages is None or not self.pool.layout.host_pages
+
     def end_backward(self, group: GroupMemory) -> None:
         """Ends the backward of a group that was placed, and whose weight gradients are computed later."""
         if group.pages is None:

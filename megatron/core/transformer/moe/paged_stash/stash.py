@@ -896,6 +896,9 @@ class StashedRows:
     def _check_readable(self) -> None:
         self._stash._keeper.check_readable(self._group)
 
+    def _can_wait(self) -> bool:
+        return self._stash._keeper.keeps_for_readers(self._group)
+
     def __enter__(self) -> "StashedRows":
         return self
 
@@ -910,6 +913,11 @@ class RowsReader:
     def __init__(self, rows: StashedRows) -> None:
         """Created by StashedRows.add_reader."""
         self._rows: StashedRows | None = rows
+
+    @property
+    def can_wait(self) -> bool:
+        """Whether the product may read the rows after other groups have computed."""
+        return self._rows is not None and self._rows._can_wait()
 
     def begin(self) -> None:
         """Raises RuntimeError if the rows are no longer in their pages."""

@@ -18,7 +18,7 @@ from megatron.core.activations import quick_gelu, squared_relu
 from megatron.core.block_scaled import operators
 from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.fusions.gated_activation import GatedActivation
-from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
+from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, WeightGradQueue, set_grad_owner
 from megatron.core.transformer.module import LayerParts
 from megatron.core.transformer.moe import quantized_experts
 from megatron.core.transformer.moe.expert_function import ExpertLinear, ExpertMath, expert_outputs
@@ -262,6 +262,33 @@ def test_a_stash_changes_no_bit(pool: str, in_pages: bool, has_bias: bool) -> No
         assert stash.void.item() == 0
     if pool == "x alone":
         assert stash.pool.counters[Counter.DROPPED_GATE_UP] > 0, "gate_up was computed again"
+
+
+@pytest.mark.parametrize("in_pages", [False, True])
+@pytest.mark.parametrize("pool", POOLS)
+def test_products_that_a_queue_holds_have_the_same_bits(pool: str, in_pages: bool) -> None:
+    cases = [Case(Shape(rows=rows)) for rows in ((44, 0, 7), (5, 31, 64))]
+    weights = [fc.weight for case in cases for fc in case.fcs]
+    expected = [grad for case in cases for grad in case.results()[3:]]
+    stash, queue, pending = made_stash(pool, in_pages=in_pages), WeightGradQueue("--delay-wgrad-compute"), list[int]()
+    queue.serve((str(number), weight) for number, weight in enumerate(weights))
+    for case in cases:
+        case.x.register_hook(lambda _: pending.append(queue.num_pending))
+    for _ in range(3):
+        stash.reset()
+        outputs = []
+        for number, case in enumerate(cases):
+            max_rows = case.order.slot_of_row.shape[0]
+            with stash.begin(f"layer {number}", case.order.num_rows, max_rows=max_rows) as stashed:
+                outputs.append(case.forward(stashed))
+        with queue.holding():
+            torch.autograd.backward(outputs, [case.grad for case in cases])
+        assert all(map(torch.equal, (weight.grad for weight in weights), expected))
+        assert stash.void.item() == 0 and max(pending) >= 2
+        for weight in weights:
+            weight.grad = None
+    # Rows from the host are in memory of the next group, so that fc1 does not wait.
+    assert (max(pending) == 4) == (not in_pages or not POOLS[pool][1])
 
 
 def test_a_saved_row_of_x_has_about_half_of_its_bytes() -> None:

@@ -3,7 +3,9 @@
 import gc
 import random
 import threading
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from torch import Tensor
 
 from megatron.core.fusions.gated_activation import ops as activation_ops
 from megatron.core.paged_rows import PagedRows, memory_of, operand
-from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, set_grad_owner
+from megatron.core.tensor_parallel.weight_grads import GradOwner, WeightGrad, WeightGradQueue, set_grad_owner
 from megatron.core.transformer.moe.expert_function import expert_outputs
 from megatron.core.transformer.moe.paged_stash import (
     Counter,
@@ -360,6 +362,73 @@ def test_late_weight_gradients_of_rows_from_the_host_are_computed_before_the_nex
     late[0].add_to(main_grad, scale=1.0, is_zero=True)
     torch.testing.assert_close(main_grad, expected)
     run(Case(), stash, "other")
+
+
+class InBackward(torch.autograd.Function):
+    """Calls a function in backward, in another thread, as a pass that takes turns with the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, then: Callable[[], None]) -> Tensor:
+        ctx.then = then
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        with ThreadPoolExecutor(1) as other:
+            other.submit(ctx.then).result()
+        return grad, None
+
+
+def held_with(stash: PagedStash | None, cases: Sequence[Case], queue: WeightGradQueue, *, order: str) -> int:
+    """Runs forwards and backwards of the cases, each backward inside the one before it.
+
+    Returns the highest number of products that were held.
+    """
+    steps, outputs, most = deque(order.split()), dict[int, Tensor](), [0]
+
+    def go_on() -> None:
+        most[0] = max(most[0], queue.num_pending)
+        while steps:
+            step = steps.popleft()
+            case, index = cases[int(step[1])], int(step[1])
+            if step[0] == "F":
+                x = case.x
+                case.x = InBackward.apply(x, go_on)
+                outputs[index], case.x = run(case, stash, f"layer {index}"), x
+            else:
+                output = outputs.pop(index)
+                output.backward(normal(*output.shape, dtype=output.dtype))
+
+    with queue.holding():
+        go_on()
+    return most[0]
+
+
+@pytest.mark.parametrize("kind", [*POOLS, "copies", "buffers"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_products_that_a_queue_holds_have_the_same_bits_and_hold_their_pages(kind: str, dtype: torch.dtype) -> None:
+    device, host = POOLS.get(kind, (99, 0))
+    pool = PagePool("cpu", PoolLayout(48 * dtype.itemsize, 3 * device, host), scratch_pages=60)
+    has_rungs, computes_in_pages = kind != "nothing recomputed", kind != "copies"
+    stash = PagedStash(
+        pool, computes_in_pages=computes_in_pages, prefetch_groups=0, has_rungs=has_rungs, reserved_share=0.0
+    )
+    # The second step follows a known order, in which the last backward directly follows its forward.
+    for number, order in enumerate(("F0 F1 B1 F2 B0 B2", "F0 F1 B1 B0 F2 B2")):
+        cases = [Case(has_more=True, dtype=dtype) for _ in range(3)]
+        names = ["weight1", "weight2", "lora_a1", "lora_a2"]
+        expected = [dict(zip(names, case.live_grads(run(case, None, ""), wanted=names))) for case in cases]
+        queue = WeightGradQueue("--delay-wgrad-compute")
+        for index, case in enumerate(cases):
+            queue.serve((f"{index}.{name}", case.named[name]) for name in names)
+        most = held_with(None if kind == "buffers" else stash, cases, queue, order=order)
+        # Rows from the host are in memory of the next group, so that fc1 does not wait.
+        assert most == ((8 if number else 6) if host else 12)
+        for case, wanted in zip(cases, expected):
+            assert all(torch.equal(case.named[name].grad, one) for name, one in wanted.items())
+        occupancy = stash.pool.occupancy_sync()
+        assert occupancy.device_held == occupancy.host_held == occupancy.counters[Counter.VOID] == 0
+        stash.reset()
 
 
 def known_order(order: str, *, pages: tuple[int, int] = (99, 0), **options: Any) -> PagedStash:
