@@ -77,6 +77,7 @@ CAPACITY: Flags = {"moe-expert-capacity-factor": 1.5, "moe-pad-expert-input-to-c
 EP: Flags = {"expert-model-parallel-size": 2}
 ALLGATHER: Flags = EP | {"moe-token-dispatcher-type": "allgather"}
 ALLTOALL: Flags = EP | {"moe-token-dispatcher-type": "alltoall"}
+TURNS: Flags = {"overlap-moe-expert-parallel-comm": True, "delay-wgrad-compute": True}
 SHARED: Flags = {"moe-shared-expert-intermediate-size": 16}
 ROUTER: Flags = {
     "moe-router-load-balancing-type": ["aux_loss", "global_aux_loss"],
@@ -240,6 +241,7 @@ _EXPERTS_RANKS = {
         STATIC | PACKED | SEQUENCES, ranks=2, is_whole=False, modules="moe"
     ),
     "stash over ranks, ZeRO-1": _experts(STASH | ALLTOALL | SHARDED, ranks=2),
+    "stash over ranks, ZeRO-1, passes in turns": _experts(STASH | ALLTOALL | SHARDED | TURNS, ranks=2, modules=""),
     "stash in a pipeline": _experts(STASH | STAGES, ranks=2),
     "symmetric memory": _experts(FLEX | {"moe-flex-dispatcher-backend": "symm_mem"}, ranks=2, needs_gpu=True),
     "DeepEP": _experts(

@@ -67,6 +67,7 @@ MEANINGS: dict[str, dict[str, str]] = {
         "worst_error": "largest relative difference of a loss from the CPU",
         "losses": "Loss of each step.",
     },
+    "captured_pair": {"steps": "steps of each case", "cases": "number of configurations"},
     "full_graph": {"steps": "steps of each case", "cases": "number of configurations"},
     "module_order": {"steps": "steps of each case", "cases": "number of configurations"},
     "forced_growth": {

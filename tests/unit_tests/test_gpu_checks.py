@@ -106,7 +106,7 @@ def test_expected_seconds_of_a_call_fit_into_its_limit_and_have_reasons() -> Non
         assert all(f"{check.expected:6.0f} s  {check.name}: {check.reason}" in printed for check in own)
     names = " ".join(check.name for check in CHECKS if check.call)
     measured = "ceilings paged_products qwen_short qwen_4096 stack48 deepseek local_graphs kernels_of_later_issues"
-    assert names == f"{measured} replays kernels block_scaled experts_in_8_bits"
+    assert names == f"captured_pair {measured} replays kernels block_scaled experts_in_8_bits"
 
 
 def test_each_kernel_that_is_launched_has_a_small_case() -> None:

@@ -53,7 +53,7 @@ from megatron.core.device.streams import (
     seconds_between,
     synchronize,
 )
-from megatron.core.device.threads import ThreadSettings
+from megatron.core.device.threads import ThreadSettings, inherited_by_threads
 
 __all__ = [
     "Arrival",
@@ -80,6 +80,7 @@ __all__ = [
     "device_name",
     "distributed_backend",
     "host_bytes",
+    "inherited_by_threads",
     "is_capturing",
     "keep_cpu_heap",
     "keep_for_current_stream",

@@ -1,8 +1,9 @@
 """Settings that torch keeps for each thread, passed on to another thread that computes on its behalf."""
 
-from collections.abc import Callable
-from contextlib import ExitStack
-from contextvars import copy_context
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextvars import ContextVar, copy_context
 from typing import Any
 
 import torch
@@ -10,12 +11,29 @@ import torch
 from megatron.core.device.current import default_device
 from megatron.core.device.torch_internals import dispatch_mode_stack
 
+# Contexts of inherited_by_threads.
+_INHERITED: ContextVar[tuple[Callable[[], AbstractContextManager[Any]], ...]] = ContextVar("inherited", default=())
+
+
+@contextmanager
+def inherited_by_threads(enter: Callable[[], AbstractContextManager[Any]]) -> Iterator[None]:
+    """Makes threads that compute on behalf of code inside the block enter a context, as ThreadSettings does.
+
+    enter: returns the context, on the other thread.
+    """
+    before = _INHERITED.set((*_INHERITED.get(), enter))
+    try:
+        yield
+    finally:
+        _INHERITED.reset(before)
+
 
 class ThreadSettings:
     """The settings of the thread that constructs this object.
 
-    These are the GPU and the current stream, the default device, autocast, dispatch modes, and context variables.
-    Autograd's grad mode and hooks on saved tensors are not included, because a backward needs neither.
+    These are the GPU and the current stream, the default device, autocast, dispatch modes, context variables, and the
+    contexts of inherited_by_threads. Autograd's grad mode and hooks on saved tensors are not included, because a
+    backward needs neither.
     """
 
     def __init__(self) -> None:
@@ -27,9 +45,9 @@ class ThreadSettings:
         if torch.is_autocast_enabled(self._kind):
             self._autocast = torch.get_autocast_dtype(self._kind), torch.is_autocast_cache_enabled()
 
-    def run(self, function: Callable[[], Any]) -> Any:
-        """Returns function(), called with these settings on the current thread."""
-        return self._context.run(self._run, function)
+    def submit(self, function: Callable[[], Any], executor: ThreadPoolExecutor) -> Future[Any]:
+        """Calls function() with these settings on a thread of the executor, while the caller waits for its turn."""
+        return executor.submit(self._context.run, self._run, function)
 
     def _run(self, function: Callable[[], Any]) -> Any:
         with ExitStack() as stack:
@@ -43,4 +61,6 @@ class ThreadSettings:
                 stack.enter_context(torch.autocast(self._kind, dtype=dtype, cache_enabled=caches))
             for mode in self._modes:
                 stack.enter_context(mode)
+            for enter in _INHERITED.get():
+                stack.enter_context(enter())
             return function()

@@ -6,11 +6,12 @@ graphs/refusals.py contains the tables of rejected operations with their reasons
 [Note: monitored calls] A TorchFunctionMode sees calls of torch's functions and methods with their arguments, including
 calls that run no operator on a CPU, such as x.cpu(). A TorchDispatchMode sees the operators, also in backward. A
 profile function sees calls that neither mode sees, on streams, events, generators and barriers. The inside of an
-operator is not monitored, because a GPU has a different kernel for it. These monitor the thread of the region. In other
-threads only methods of Tensor that read values are monitored, and only for tensors that the region allocates or writes;
-other tensors belong to checkpoints and data loading. Work that such a thread launches on the device is not detected.
-Code of this framework and of Triton may read addresses. It compares them, or passes them to kernels. A read through an
-address from before the region, as with ctypes, is not detected.
+operator is not monitored, because a GPU has a different kernel for it. These monitor the thread of the region, and
+threads that compute on its behalf (device/threads.py). In other threads only methods of Tensor that read values are
+monitored, and only for tensors that the region allocates or writes; other tensors belong to checkpoints and data
+loading. Work that such a thread launches on the device is not detected. Code of this framework and of Triton may read
+addresses. It compares them, or passes them to kernels. A read through an address from before the region, as with
+ctypes, is not detected.
 """
 
 import gc
@@ -23,6 +24,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -33,6 +35,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, resolve_name
 
+from megatron.core.device import inherited_by_threads
 from megatron.core.device.torch_internals import FakeTensor, TorchDispatchMode, current_autograd_node, storage_id
 from megatron.core.graphs.refusals import (
     ADDRESS,
@@ -50,6 +53,7 @@ from megatron.core.graphs.refusals import (
     RESIZED,
     SHAPE,
     THREAD,
+    WORK_OF_THREADS,
     Reason,
     fills_where_masked,
     is_elsewhere,
@@ -173,8 +177,23 @@ def collect_refusals(
 @contextmanager
 def _monitoring(watch: "_Watch") -> Iterator[None]:
     """Installs the monitors of a region; see [Note: monitored calls]."""
-    functions, profile = _Functions(watch), sys.getprofile()
-    with _monitoring_threads(watch), _active_in_backward(functions), _Operators(watch), functions:
+    functions = _Functions(watch)
+    with (
+        _monitoring_threads(watch),
+        _active_in_backward(functions),
+        _Operators(watch),
+        _monitoring_this_thread(watch, functions),
+        # Dispatch modes such as _Operators are inherited without this.
+        inherited_by_threads(partial(_monitoring_this_thread, watch, functions)),
+    ):
+        yield
+
+
+@contextmanager
+def _monitoring_this_thread(watch: "_Watch", functions: TorchFunctionMode) -> Iterator[None]:
+    profile = sys.getprofile()
+    watch.threads.add(threading.current_thread())
+    with functions:
         sys.setprofile(_Calls(watch))
         try:
             yield
@@ -201,7 +220,6 @@ def _active_in_backward(functions: TorchFunctionMode) -> Iterator[None]:
 @contextmanager
 def _monitoring_threads(watch: "_Watch") -> Iterator[None]:
     """Records reads of the region's memory by other threads as refusals. Raising there could leave ranks waiting."""
-    own = threading.current_thread()
     # Fills torch's cached table of names while no method is patched.
     resolve_name(Tensor.item)
 
@@ -211,7 +229,7 @@ def _monitoring_threads(watch: "_Watch") -> Iterator[None]:
         def read_in_any_thread(tensor: Tensor, *args: Any, **named: Any) -> Any:
             here = threading.current_thread()
             # The modes are active in threads of autograd, which Python did not start.
-            is_others = here is not own and not isinstance(here, threading._DummyThread)
+            is_others = here not in watch.threads and not isinstance(here, threading._DummyThread)
             if is_others and watch.memory.is_of_region(tensor.untyped_storage()):
                 error = CaptureError(f"torch.Tensor.{name}", THREAD.why, line=user_line(), instead=THREAD.instead)
                 watch.region.add(error)
@@ -294,6 +312,8 @@ class _Watch:
         # in_masked_fill: inside x[mask] = number.
         self.is_quiet = self.in_check = self.in_masked_fill = False
         self.unpatched: dict[Callable[..., Any], Callable[..., Any]] = {}  # patched methods and torch's own
+        # Threads of the region.
+        self.threads: set[threading.Thread] = set()
         self.host_devices: list[tuple[torch.device, SourceLine]] = []
         self._stops = stops
 
@@ -318,7 +338,7 @@ class _Calls:
             return
         if event == "call" and frame.f_code.co_name in PYTHON_NAMES:
             name = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
-            if name in PYTHON_CALLS:
+            if name in PYTHON_CALLS and not (PYTHON_CALLS[name] is THREAD and WORK_OF_THREADS in _callers()):
                 self._watch.refuse(name, PYTHON_CALLS[name], line=user_line(frame.f_back))
         elif event == "c_call":
             owner, name = arg.__self__, arg.__name__

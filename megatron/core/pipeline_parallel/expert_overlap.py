@@ -27,10 +27,11 @@ from functools import partial
 from typing import Any, Protocol, runtime_checkable
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from megatron.core.model_parallel_config import ExpertOverlapConfig
 from megatron.core.pipeline_parallel.pass_turns import PassTurns
-from megatron.core.tensor_parallel import weight_grads
+from megatron.core.tensor_parallel.weight_grads import WeightGradQueue
 
 
 @runtime_checkable
@@ -53,29 +54,47 @@ def expert_overlap(config: ExpertOverlapConfig, model: Sequence[nn.Module]) -> I
     ):
         yield None
         return
-    overlap = ExpertOverlap(config, model)
+    overlap = ExpertOverlap(config)
     try:
+        overlap.open(model)
         yield overlap
     finally:
         overlap.close()
 
 
 class ExpertOverlap:
-    """Covers the exchanges of the MoE layers of `model` until `close`. Implements ExchangeCover of moe/dispatch.py."""
+    """Covers the exchanges of MoE layers between `open` and `close`. Implements ExchangeCover of moe/dispatch.py."""
 
-    def __init__(self, config: ExpertOverlapConfig, model: Sequence[nn.Module]) -> None:
+    def __init__(self, config: ExpertOverlapConfig) -> None:
+        self._layers: list[ExchangesRows] = []
         self._turns = PassTurns() if config.overlap_moe_expert_parallel_comm else None
-        self._layers = [part for chunk in model for part in chunk.modules() if isinstance(part, ExchangesRows)]
-        self._queue: "weight_grads.WeightGradQueue | None" = None
-        self._covers_counts = self._turns is not None and config.delay_wgrad_compute
+        self._queue: WeightGradQueue | None = None
+        # Whether the queue holds the weight gradients of experts only.
+        self._holds_experts_only = not config.delay_wgrad_compute
         if config.delay_wgrad_compute:
-            self._queue = weight_grads.WeightGradQueue("delay_wgrad_compute")
-            self._queue.serve(param for chunk in model for param in chunk.parameters())
+            self._queue = WeightGradQueue("--delay-wgrad-compute")
         elif config.overlap_dispatch_backward_with_experts_wgrad:
-            self._queue = weight_grads.WeightGradQueue("overlap_dispatch_backward_with_experts_wgrad")
-            self._queue.serve(param for layer in self._layers for param in layer.experts.parameters())
-        for layer in self._layers:
-            layer.set_exchange_cover(self)
+            self._queue = WeightGradQueue("--overlap-dispatch-backward-with-experts-wgrad")
+        self._covers_counts = self._turns is not None and config.delay_wgrad_compute
+
+    def open(self, model: Sequence[nn.Module]) -> None:
+        """Covers the exchanges of the chunks of `model`. Raises ValueError for weights whose gradients cannot wait."""
+        for chunk in model:
+            if self._turns is not None and any(isinstance(param, DTensor) for param in chunk.parameters()):
+                raise ValueError(
+                    "overlap_moe_expert_parallel_comm is True, but parameters are DTensors, as in "
+                    "TorchFullyShardedDataParallel: the backward of one micro-batch would release parameters that the "
+                    "forward of another still uses, so omit --overlap-moe-expert-parallel-comm, or --use-torch-fsdp2"
+                )
+            if self._queue is not None and not self._holds_experts_only:
+                self._queue.serve(chunk.named_parameters())
+            for name, layer in chunk.named_modules():
+                if not isinstance(layer, ExchangesRows):
+                    continue
+                if self._queue is not None and self._holds_experts_only:
+                    self._queue.serve(layer.experts.named_parameters(prefix=f"{name}.experts"))
+                layer.set_exchange_cover(self)
+                self._layers.append(layer)
 
     def close(self) -> None:
         """Leaves the layers as they were."""

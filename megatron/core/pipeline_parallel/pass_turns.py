@@ -23,7 +23,7 @@ of random-number generators keeps its turn until it ends.
 import enum
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
 
@@ -65,16 +65,15 @@ class PassTurns:
         self._running, self._is_failed = set(Role), False
         self._gates = {role: threading.Semaphore(0) for role in Role}
         self._forward_thread = threading.get_ident()
-        other = self._worker.submit(ThreadSettings().run, partial(self._run, Role.BACKWARD, backward))
+        other = ThreadSettings().submit(partial(self._run, Role.BACKWARD, backward), self._worker)
         try:
             self._run(Role.FORWARD, partial(self._at_first_turn, forward))
         except PairAborted:
-            other.result()
+            other.result()  # raises the error
             raise
-        except BaseException:
-            # Waits, so that nothing of the pair runs any longer when the caller handles the error.
-            other.exception()
-            raise
+        finally:
+            # Nothing of the pair runs any longer when the caller handles an error.
+            wait([other])
         other.result()
 
     def hand_over(self) -> None:
@@ -99,12 +98,12 @@ class PassTurns:
         forward()
 
     def _run(self, role: Role, run: Callable[[], Any]) -> None:
+        has_succeeded = False
         try:
             run()
-        except BaseException:
-            self._is_failed = True
-            raise
+            has_succeeded = True
         finally:
+            self._is_failed = self._is_failed or not has_succeeded
             self._running.discard(role)
             for other in self._running:
                 self._gates[other].release()

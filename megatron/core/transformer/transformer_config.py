@@ -353,6 +353,12 @@ def validate_expert_overlap(config: TransformerConfig) -> None:
             f"{given} is True and moe_token_dispatcher_type is {config.moe_token_dispatcher_type}: must be alltoall, "
             f"because {why}"
         )
+    if config.overlap_moe_expert_parallel_comm and config.cuda_graph_impl == "local":
+        raise ValueError(
+            "overlap_moe_expert_parallel_comm is True and cuda_graph_impl is local: the capture of a part runs its "
+            "backward, which on a GPU would wait for the backward of another micro-batch that waits for its turn; use "
+            "full_iteration or none"
+        )
 
 
 def validate_softmax_scale(config: TransformerConfig) -> None:

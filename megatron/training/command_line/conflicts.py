@@ -187,6 +187,7 @@ def _module_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, str]]:
 
 
 _OFFLOADED = "saved tensors are offloaded to the host, including gathered parameters whose memory is already released"
+_HELD = "fully_shard reduces the gradients of a module at the end of its backward, before held ones are computed"
 
 
 def check_fully_sharded(args: argparse.Namespace) -> Iterator[str]:
@@ -241,6 +242,17 @@ def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, s
             "--fp8-param-gather is given",
             args.fp8_param_gather,
             "fully_shard gathers parameters in their own dtype",
+        ),
+        (
+            "--overlap-moe-expert-parallel-comm is given",
+            args.overlap_moe_expert_parallel_comm,
+            "the backward of one micro-batch would release parameters that the forward of another still uses",
+        ),
+        ("--delay-wgrad-compute is given", args.delay_wgrad_compute, _HELD),
+        (
+            "--overlap-dispatch-backward-with-experts-wgrad is given",
+            args.overlap_dispatch_backward_with_experts_wgrad,
+            _HELD,
         ),
         (
             "--fine-grained-activation-offloading is given",

@@ -346,7 +346,7 @@ class RowExchange:
         return _Start.apply(self, packed, counts, *tensors)
 
     def wait(self, *started: Tensor) -> tuple[Tensor, ...]:
-        """Returns the received tensors, sorted by sender: [R', *], their dtypes."""
+        """Returns the received tensors, sorted by sender: [R', *], float. started: the result of `start`."""
         return _Wait.apply(self, *started)
 
     def take_packed(self) -> Tensor | None:
