@@ -174,8 +174,8 @@ class WeightGradQueue:
             set_grad_queue(param, held)
 
     def release(self) -> None:
-        """Stops serving all parameters; call between steps."""
-        assert not self._entries, "weight gradients are pending: release a queue between steps"
+        """Stops serving all parameters; call between steps, or after a backward that has failed."""
+        self._drop()
         for param in self._served:
             set_grad_queue(param, None)
         self._served = {}
