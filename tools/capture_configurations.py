@@ -241,7 +241,9 @@ _EXPERTS_RANKS = {
         STATIC | PACKED | SEQUENCES, ranks=2, is_whole=False, modules="moe"
     ),
     "stash over ranks, ZeRO-1": _experts(STASH | ALLTOALL | SHARDED, ranks=2),
-    "stash over ranks, ZeRO-1, passes in turns": _experts(STASH | ALLTOALL | SHARDED | TURNS, ranks=2, modules=""),
+    "stash over ranks, ZeRO-1, passes in turns": _experts(
+        STASH | ALLTOALL | SHARDED | TURNS, ranks=2, modules="attn moe_router moe_preprocess experts"
+    ),
     "stash in a pipeline": _experts(STASH | STAGES, ranks=2),
     "symmetric memory": _experts(FLEX | {"moe-flex-dispatcher-backend": "symm_mem"}, ranks=2, needs_gpu=True),
     "DeepEP": _experts(

@@ -41,6 +41,7 @@ ALSO_IN_PAGES = (
     "local: stash that spills to the host",
     "stash: spills to the host",
     "full: stash in a pipeline",
+    "full: stash over ranks, ZeRO-1, passes in turns",
 )
 PAGED = "pages, "  # prefix of these rows
 # A row that also trains with a stash of 8 bits.

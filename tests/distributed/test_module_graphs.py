@@ -22,6 +22,7 @@ STATIC: Flags = {"moe-expert-rank-capacity-factor": 4}
 BORDERS: Flags = {**STATIC, **read_bases()["borders"], "no-create-attention-mask-in-dataloader": True}
 EXPERTS: Flags = {**STATIC, "expert-model-parallel-size": 2, "moe-token-dispatcher-type": "allgather"}
 SENT: Flags = {"moe-token-dispatcher-type": "alltoall"}
+TURNS: Flags = {"overlap-moe-expert-parallel-comm": True, "delay-wgrad-compute": True, "global-batch-size": 6}
 # Graphs of single layers support no prefetch from the stash.
 PAGES: Flags = {**STATIC, "num-layers": 3, "seq-length": 16, "moe-paged-stash-prefetch-layers": 0}
 AGAIN: Flags = {
@@ -56,6 +57,8 @@ CASES = {
     "experts over ranks": Case(2, "moe", {**EXPERTS, **OVERLAPPED_SMALL_BUCKETS}, "attn moe", [8, 8]),
     "preprocess": Case(2, "moe", EXPERTS, "moe_router moe_preprocess experts", [8, 8]),
     "preprocess what is sent": Case(2, "moe", {**EXPERTS, **SENT}, "attn moe_router moe_preprocess", [8, 8]),
+    # The forward and the backward of two microbatches, each in a lane of its own, replay parts in turns.
+    "passes in turns": Case(2, "moe", {**EXPERTS, **SENT, **TURNS}, "attn moe_router moe_preprocess experts", [24, 24]),
     "router of dropless experts": Case(1, "moe", {}, "attn moe_router", [8]),
     # Attention stays eager: document boundaries, and the data that ranks exchange because of them, vary with the batch.
     "documents": Case(1, "moe", BORDERS, "moe", [4]),

@@ -13,8 +13,9 @@ part of the other pass, which covers the exchange:
 The forward runs on the calling thread, and the backward on a thread of its own: autograd is not cut, so hooks,
 recompute, and layers of any kind work as in a pass that runs alone. The two threads never compute at the same time, so
 that the order of everything that they launch depends on the model and the schedule only, and is the same on every rank.
-Both launch to the same stream. On a GPU autograd runs the nodes of the backward on its own thread for the device, which
-waits there for its turn. A forward must therefore not run a backward of its own, such as torch.autograd.grad, on a GPU.
+Both launch to the same stream. Autograd must not use its own thread of a GPU for the backward: there is one for all
+backwards, and a backward that waits for its turn would block one that runs inside the forward, such as the capture of a
+part of a layer as a CUDA graph.
 
 A pass hands over between layers, never while it holds state of its thread: a recomputation that has restored the states
 of random-number generators keeps its turn until it ends.
@@ -26,6 +27,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Any
+
+import torch
 
 from megatron.core.device import ThreadSettings
 from megatron.core.tensor_parallel.random import redraws_numbers
@@ -65,7 +68,9 @@ class PassTurns:
         self._running, self._is_failed = set(Role), False
         self._gates = {role: threading.Semaphore(0) for role in Role}
         self._forward_thread = threading.get_ident()
-        other = ThreadSettings().submit(partial(self._run, Role.BACKWARD, backward), self._worker)
+        other = ThreadSettings().submit(
+            partial(self._run, Role.BACKWARD, partial(_on_this_thread, backward)), self._worker
+        )
         try:
             self._run(Role.FORWARD, partial(self._at_first_turn, forward))
         except PairAborted:
@@ -84,7 +89,6 @@ class PassTurns:
         """
         if not self._running or redraws_numbers():
             return
-        # On a GPU the nodes of the backward run on a thread of autograd.
         is_forward = threading.get_ident() == self._forward_thread
         role, other = (Role.FORWARD, Role.BACKWARD) if is_forward else (Role.BACKWARD, Role.FORWARD)
         if other in self._running:
@@ -111,3 +115,8 @@ class PassTurns:
     def _check(self, role: Role) -> None:
         if self._is_failed:
             raise PairAborted(f"the {role.value} pass of a pair was aborted, because the other pass has failed")
+
+
+def _on_this_thread(backward: Callable[[], None]) -> None:
+    with torch.autograd.set_multithreading_enabled(False):
+        backward()

@@ -33,7 +33,7 @@ from megatron.core.transformer.attention_config import (
     validate_mla,
     validate_qk_clip,
 )
-from megatron.core.transformer.cuda_graph_config import CudaGraphConfig, normalize_graph_modules
+from megatron.core.transformer.cuda_graph_config import CudaGraphConfig, graphed_modules, normalize_graph_modules
 from megatron.core.transformer.fp8_config import precision_words, validate_fp8
 from megatron.core.transformer.layer_pattern import MAX_LAYERS, parse_layer_pattern
 from megatron.core.transformer.lora_config import LoRAConfig, validate_lora, validate_lora_targets
@@ -353,11 +353,12 @@ def validate_expert_overlap(config: TransformerConfig) -> None:
             f"{given} is True and moe_token_dispatcher_type is {config.moe_token_dispatcher_type}: must be alltoall, "
             f"because {why}"
         )
-    if config.overlap_moe_expert_parallel_comm and config.cuda_graph_impl == "local":
+    captured = graphed_modules(config.cuda_graph_modules, [1]) if config.cuda_graph_impl == "local" else ()
+    if config.overlap_moe_expert_parallel_comm and "moe" in captured:
         raise ValueError(
-            "overlap_moe_expert_parallel_comm is True and cuda_graph_impl is local: the capture of a part runs its "
-            "backward, which on a GPU would wait for the backward of another micro-batch that waits for its turn; use "
-            "full_iteration or none"
+            "overlap_moe_expert_parallel_comm is True and cuda_graph_modules captures moe: its exchanges are in the "
+            "graph, where passes cannot take turns, so capture attn, moe_router, moe_preprocess and experts, or the "
+            "full_iteration"
         )
 
 
