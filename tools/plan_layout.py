@@ -22,7 +22,7 @@ from megatron.core.transformer.paged_stash_config import parse_bytes
 from megatron.planner.layout_search import Advice, Found, LayoutCosts, search
 from megatron.planner.layout_space import Request, read_request
 from megatron.planner.plan import plan_run
-from megatron.planner.report import WIDTH, bytes_in_words, flag_lines, found_as_json, table_lines
+from megatron.planner.report import WIDTH, bytes_in_words, flag_lines, found_as_json, pair_line, table_lines
 from megatron.tools.train import pretrain_gpt
 from megatron.training.arguments import read_run_config
 from megatron.training.command_line.errors import CommandLineError
@@ -193,6 +193,8 @@ def _print_found(
             continue
         fitting += 1
         print(f"\n{number}. {flag_lines(advice)}", flush=True)
+        if (line := pair_line(advice)) is not None:
+            _print_wrapped(f"   {line}")
         _print_wrapped(f"   dry run of {verified[-1]['words']}")
     return verified
 

@@ -3,12 +3,13 @@
 The model runs on the meta device (without_memory of megatron/core/device), and autograd hooks report saved tensors.
 """
 
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from inspect import signature
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -19,11 +20,12 @@ from torch.overrides import TorchFunctionMode
 
 from megatron.core.device import default_device
 from megatron.core.device.torch_internals import storage_id
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind
+from megatron.core.pipeline_parallel.expansion import turn_order
+from megatron.core.pipeline_parallel.schedule import ActionKind, Order, Pair
 from megatron.core.transformer.activation_offload import BlockView
 from megatron.core.transformer.transformer_block import TransformerBlock
-from megatron.planner.recorders import RunningModules
-from megatron.planner.work import Unit, kind_of_module
+from megatron.planner.recorders import PassBytes, RunningModules
+from megatron.planner.work import END, EXPERTS, Unit, kind_of_module
 
 _DROPOUT = signature(F.dropout)
 # Signature of WorkRecorder.note.
@@ -32,7 +34,7 @@ Note = Callable[..., None]
 
 @dataclass(frozen=True)
 class SavedSizes:
-    """Bytes that a microbatch saves for backward: on the device by kind of module, and in host memory."""
+    """Bytes saved for backward: on the device by kind of module, and in host memory."""
 
     by_kind: Counter[str]
     on_host: int = 0
@@ -93,20 +95,181 @@ class SavedBytes:
         self._saved.append((self._kind_of(self._running.name), ref(kept)))
 
 
-def peak_bytes(actions: Sequence[Action], by_chunk: Sequence[Counter[str]]) -> Counter[str]:
-    """Returns the bytes saved for backward at the peak of a stage's schedule, by kind.
+@dataclass(frozen=True)
+class ChunkSaved:
+    """Bytes that a microbatch saves for backward in one model chunk.
 
-    by_chunk: bytes that one microbatch of each model chunk saves, by kind.
+    by_part: bytes on the device by part of the chunk (see part_at) and kind of module, in the order of forward.
+    expert_layers: number of layers with experts in each part; other parts have none. on_host: bytes in host memory.
+    pace: number of layers with experts that a forward passes while the backward of this chunk passes one, if both take
+    turns. It is 2 if backward may also repeat the forward of such layers, and else 1.
     """
-    alive: dict[int, int] = defaultdict(int)
-    peak: Counter[str] = Counter()
-    sizes = [sum(kinds.values()) for kinds in by_chunk]
-    for action in actions:
-        alive[action.chunk] += 1 if action.kind is ActionKind.FORWARD else -1
-        if sum(sizes[chunk] * number for chunk, number in alive.items()) > sum(peak.values()):
-            peak = Counter()
-            for chunk, number in alive.items():
-                peak.update({kind: size * number for kind, size in by_chunk[chunk].items()})
+
+    by_part: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
+    expert_layers: Mapping[str, int] = field(default_factory=dict)
+    on_host: int = 0
+    pace: int = 1
+
+    @cached_property
+    def by_kind(self) -> Counter[str]:
+        """Bytes on the device, by kind of module."""
+        found: Counter[str] = Counter()
+        for kinds in self.by_part.values():
+            found.update(kinds)
+        return found
+
+    @cached_property
+    def total(self) -> int:
+        """Bytes on the device."""
+        return self.by_kind.total()
+
+    @cached_property
+    def reached(self) -> list[Counter[str]]:
+        """Bytes saved once a forward has ended each layer with experts, and at its end, by kind.
+
+        The layers of one part count as ending together, but after each other in turns.
+        """
+        found: list[Counter[str]] = []
+        sums: Counter[str] = Counter()
+        for part, kinds in self.by_part.items():
+            sums = sums.copy()
+            sums.update(kinds)
+            found += [sums] * self.expert_layers.get(part, 0)
+        return [*found, sums]
+
+    @property
+    def num_expert_layers(self) -> int:
+        """Number of layers with experts."""
+        return len(self.reached) - 1
+
+    def saved_by_experts(self, num_layers: int) -> int:
+        """Returns the bytes that the experts of the first num_layers layers with experts save."""
+        return self.reached[num_layers - 1][EXPERTS] if num_layers > 0 else 0
+
+    def without(self, kind: str) -> "ChunkSaved":
+        """Returns the same bytes without one kind of module."""
+        by_part = {
+            part: {name: size for name, size in kinds.items() if name != kind} for part, kinds in self.by_part.items()
+        }
+        return replace(self, by_part=by_part)
+
+    @property
+    def in_host_memory(self) -> "ChunkSaved":
+        """The bytes in host memory, all of which both passes of a pair may hold."""
+        return ChunkSaved({END: {"host": self.on_host}}, {END: 1})
+
+
+class Moment(NamedTuple):
+    """Microbatches that a stage holds for backward at one time of a step.
+
+    whole: number of microbatches of each chunk that are held as a whole. pair: chunks of a backward and of a forward
+    that take turns at that time; None for a pass that runs alone.
+    """
+
+    whole: tuple[int, ...]
+    pair: tuple[int, int] | None = None
+
+
+def moments(order: Order, num_chunks: int) -> Iterator[Moment]:
+    """Yields the moments of a step at which a stage holds the most: the end of each forward, and each pair."""
+    alive = [0] * num_chunks
+    for step in order:
+        if isinstance(step, Pair):
+            alive[step.backward.chunk] -= 1
+            yield Moment(tuple(alive), (step.backward.chunk, step.forward.chunk))
+            alive[step.forward.chunk] += 1
+        elif step.kind is ActionKind.FORWARD:
+            alive[step.chunk] += 1
+            yield Moment(tuple(alive))
+        else:
+            alive[step.chunk] -= 1
+
+
+def held_in_pair(backward: ChunkSaved, forward: ChunkSaved) -> Counter[str]:
+    """Returns an upper bound of the bytes that both passes of a pair hold at one time, by kind.
+
+    While a forward runs its n-th layer with experts, the backward has passed n - 1 such layers, or fewer if it also
+    repeats their forward. The bytes of a layer count as saved when the layer begins, and as freed when its backward has
+    ended.
+    """
+    # By number of layers with experts that the backward has not passed.
+    remaining = [Counter[str](), *backward.reached[:-1]]
+    last = len(remaining) - 1
+    both = [
+        reached + remaining[max(0, last - number // backward.pace)] for number, reached in enumerate(forward.reached)
+    ]
+    return max(backward.by_kind, *both, key=Counter.total)
+
+
+class TurnOfPair(NamedTuple):
+    """Bytes of both passes of a pair during one turn.
+
+    live: the most that they have allocated. of_experts: the part that experts keep for later turns, for which a stash
+    has pages.
+    """
+
+    live: int
+    of_experts: int
+
+
+def turns_of_pair(
+    backward: PassBytes, forward: PassBytes, *, saved: tuple[ChunkSaved, ChunkSaved]
+) -> Iterator[TurnOfPair]:
+    """Yields the bytes of each turn of a pair, in the order of execution.
+
+    backward, forward: recorded bytes of the passes. saved: what their chunks save for backward, in the same order.
+    """
+    held, layers = [backward.before, forward.before], [0, 0]
+    numbers = [_layers_begun(backward, saved[0]), _layers_begun(forward, saved[1])]
+    turns = turn_order(
+        [(0, *its) for its in zip(backward.turns, numbers[0], strict=True)],
+        [(1, *its) for its in zip(forward.turns, numbers[1], strict=True)],
+    )
+    for which, turn, number in turns:
+        layers[which] = number
+        # The layers that the backward has not begun, and those that the forward has ended.
+        num_kept = saved[0].num_expert_layers - layers[0], max(0, layers[1] - 1)
+        of_experts = sum(chunk.saved_by_experts(number) for chunk, number in zip(saved, num_kept, strict=True))
+        yield TurnOfPair(turn.peak + held[1 - which], of_experts)
+        held[which] = turn.held
+
+
+def _layers_begun(one: PassBytes, saved: ChunkSaved) -> list[int]:
+    """Returns, for each turn of a pass, the number of layers with experts that have begun; at its end, one more."""
+    per_layer = max(1, (len(one.turns) - 1) // max(1, saved.num_expert_layers))
+    return [number // per_layer + 1 for number in range(len(one.turns))]
+
+
+def rows_in_buffers(of_layer: int, *, one_group: int, paired: bool) -> int:
+    """Returns the bytes of experts' rows that are outside of a stash's pages.
+
+    One layer's rows are still in its buffers, not yet copied to pages, unless they are in the scratch. In a pair, the
+    backward holds the restored rows of another layer. of_layer: bytes that the experts of one layer save.
+    one_group: see PoolBytes.
+    """
+    return max(0, of_layer - one_group) * (2 if paired else 1)
+
+
+def peak_bytes(order: Order, chunks: Sequence[ChunkSaved]) -> Counter[str]:
+    """Returns the bytes saved for backward at the peak of a stage's schedule, by kind."""
+    return fullest(moments(order, len(chunks)), chunks)
+
+
+def fullest(found: Iterable[Moment], chunks: Sequence[ChunkSaved]) -> Counter[str]:
+    """Returns the bytes saved for backward at the moment at which they are the most, by kind."""
+    in_pairs: dict[tuple[int, int] | None, Counter[str]] = {None: Counter()}
+    peak, most = Counter[str](), -1
+    for moment in found:
+        if moment.pair not in in_pairs:
+            assert moment.pair is not None
+            backward, forward = moment.pair
+            in_pairs[moment.pair] = held_in_pair(chunks[backward], chunks[forward])
+        size = sum(count * chunk.total for count, chunk in zip(moment.whole, chunks, strict=True))
+        size += in_pairs[moment.pair].total()
+        if size > most:
+            peak, most = in_pairs[moment.pair].copy(), size
+            for count, chunk in zip(moment.whole, chunks, strict=True):
+                peak.update({kind: one * count for kind, one in chunk.by_kind.items()})
     return peak
 
 

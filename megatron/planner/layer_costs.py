@@ -5,7 +5,6 @@ stages.
 """
 
 import math
-import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -44,6 +43,8 @@ from megatron.planner.recorders import GROUPED, ONCE, RECOMPUTE, ROWS_OF_TABLES,
 from megatron.planner.traced_step import live_rows, traced_steps
 from megatron.planner.work import (
     BACKWARD,
+    EMBEDDING,
+    END,
     FORWARD,
     GRADS,
     PARAMS,
@@ -51,16 +52,15 @@ from megatron.planner.work import (
     Kernel,
     Kernels,
     Traffic,
-    kind_of_module,
     merged,
+    part_at,
+    part_of_name,
 )
 from megatron.training.config import RunConfig
 from megatron.training.setup import build_model, build_model_and_optimizer
 
-EMBEDDING, END = "embedding", "end"
 # Name of the kernels that run once per step, beside the names of passes.
 _ONCE = "once"
-_LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\b")
 # Groups of the ranks that share all experts.
 _EXPERT_GROUPS = ("ep", "tp_ep")
 # Groups whose gradient and parameter messages depend on the layout of buckets.
@@ -360,28 +360,6 @@ def probe_config(run_config: RunConfig, pattern: Sequence[LayerKind], *, has_all
     )
 
 
-def part_of_name(name: str) -> str | None:
-    """Returns the part that contains the module or tensor with this name, or None for names outside all parts."""
-    layer = _LAYER.search(name)
-    if layer is not None:
-        return f"layer {layer[1]}"
-    if re.search(r"\bembedding\b", name):
-        return EMBEDDING
-    return END if re.search(r"\b(mtp|final_layernorm|output_layer)\b", name) else None
-
-
-def part_at(name: str, entered: int, *, num_layers: int) -> str:
-    """Returns the part that is active while the module `name` runs and after `entered` layers have started.
-
-    name: "" outside all modules.
-    """
-    part = part_of_name(name)
-    if part is None:
-        return f"layer {entered}" if entered < num_layers else END
-    # Multi-token prediction embeds tokens after the layers.
-    return END if part == EMBEDDING and entered else part
-
-
 def measure_memory(
     run_config: RunConfig,
     model_provider: Callable[..., nn.Module],
@@ -456,33 +434,11 @@ def _parts_of(model: nn.Module, run_config: RunConfig, *, forward_step: ForwardS
     for name, module in unwrap_model(model).named_modules():
         if isinstance(module, GroupedMLP):
             quantized[part_of_name(name) or END] += module.quantized_bytes
-    saved: dict[str, dict[str, int]] = {}
-    for label, size in _saved(model, run_config, forward_step=forward_step).items():
-        part, _, kind = label.partition(": ")
-        saved.setdefault(part, {})[kind] = size
+    saved = saved_by(model, run_config, forward_step=forward_step).by_part
     return {
         part: PartCost(tuple(params.get(part, ())), other[part], saved.get(part, {}), quantized_bytes=quantized[part])
         for part in {EMBEDDING, END, *params, *other, *saved}
     }
-
-
-def _saved(model: nn.Module, run_config: RunConfig, *, forward_step: ForwardStep) -> Counter[str]:
-    """Returns the bytes saved for backward, keyed by "part: kind".
-
-    Tensors saved between layers, as with recompute, count for the layer that follows.
-    """
-    layers = list(unwrap_model(model).decoder.layers)
-    reached = [0]
-    handles = [layer.register_forward_pre_hook(lambda *_: reached.append(len(reached))) for layer in layers]
-
-    def label(name: str) -> str:
-        return f"{part_at(name, reached[-1], num_layers=len(layers))}: {kind_of_module(name)}"
-
-    try:
-        return saved_by(model, run_config, forward_step=forward_step, kind_of=label).by_kind
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def _static_rows(model: nn.Module, run_config: RunConfig) -> StaticRows | None:
@@ -638,6 +594,7 @@ class _PartRecorder(WorkRecorder):
     ) -> None:
         super().__init__([model], live_rows=live_rows)
         self._layers, self._spans = list(unwrap_model(model).decoder.layers), spans
+        self._parts = [f"layer {number}" for number in range(len(self._layers))]
         # Maps the shape of a weight to whether it belongs to experts.
         self._shapes = {one.shape: one.is_expert for some in spans.values() for one in some}
         self._entered, self._saved_part, self._weight_bytes = 0, "", {False: 0.0, True: 0.0}
@@ -667,7 +624,7 @@ class _PartRecorder(WorkRecorder):
     def part(self) -> str:
         """The part whose forward or backward is running."""
         if self._running or self.pass_name in (None, FORWARD):
-            return part_at(self._running.name, self._entered, num_layers=len(self._layers))
+            return part_at(self._running.name, self._entered, layers=self._parts)
         return self._saved_part
 
     def _count(self, func: Any, name: str, *, args: Any, kwargs: Any, result: Any) -> None:

@@ -15,10 +15,8 @@ from itertools import islice
 from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.pipeline_parallel.schedule import stage_orders
+from megatron.core.pipeline_parallel.schedule import Pipeline, forwards_ahead, stage_orders
 from megatron.planner.layer_costs import (
-    EMBEDDING,
-    END,
     LayerKind,
     ModelCosts,
     PartCost,
@@ -29,7 +27,7 @@ from megatron.planner.layer_costs import (
     measure_work,
 )
 from megatron.planner.layout_space import Layout, Sharding, Space
-from megatron.planner.plan import ForwardStep, ModelStates, RankMemory
+from megatron.planner.plan import ForwardStep, ModelStates, RankMemory, hidden_bytes
 from megatron.planner.stage_costs import (
     Shape,
     in_node_ranks,
@@ -41,8 +39,26 @@ from megatron.planner.stage_costs import (
     stage_load,
     stash_bytes,
 )
-from megatron.planner.step_time import StepTime, estimate_step, full_rounds, long_step, overlap_of
-from megatron.planner.work import BACKWARD, FORWARD, GRADS, PARAMS, Traffic, message_seconds, seconds_by_kind
+from megatron.planner.step_time import (
+    Overlap,
+    Rates,
+    StageClock,
+    StepTime,
+    estimate_step,
+    full_rounds,
+    long_step,
+    overlap_of,
+)
+from megatron.planner.work import (
+    EMBEDDING,
+    END,
+    GRADS,
+    PARAMS,
+    StageLoad,
+    Traffic,
+    compute_seconds,
+    message_seconds,
+)
 from megatron.training.arguments import read_run_config
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device
@@ -79,13 +95,15 @@ class Cost:
 class Advice:
     """A layout that the run accepts, with its measured costs.
 
-    words: its command line. stages: memory of each stage's first rank.
+    words: its command line. stages: memory of each stage's first rank. alone: the step without pairs of passes; None if
+    its schedule has no pairs.
     """
 
     layout: Layout
     words: tuple[str, ...]
     stages: tuple[RankMemory, ...]
     time: StepTime
+    alone: StepTime | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -114,15 +132,19 @@ class Found:
 
 @dataclass(frozen=True)
 class PassSeconds:
-    """Time of one microbatch's passes, in seconds. exposed: time of messages that are not overlapped."""
+    """Time of one microbatch's passes, in seconds.
+
+    exposed: time of messages that are not overlapped. in_pairs: the same if a backward and a forward take turns.
+    """
 
     forward: float
     backward: float
     exposed: float
+    in_pairs: float
 
     @property
     def total(self) -> float:
-        """The sum of all fields."""
+        """Time of passes that run alone."""
         return self.forward + self.backward + self.exposed
 
 
@@ -223,13 +245,14 @@ class LayoutCosts:
         self._words, self._run_config, self._space, self._device = tuple(words), run_config, space, device
         self._provider, self._forward_step = model_provider, forward_step
         self._kinds = layer_kinds(run_config.transformer)
-        self._overlapped_by = overlap_of(run_config).overlapped_by
         self._given_sharding = _sharding_of(run_config.ddp)
         self._refusals: Counter[tuple[object, ...]] = Counter()
         # Measured costs and the layout they belong to: memory by kind, latest memory by tensor sizes, and work by kind.
         self._measured_memory: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
         self._latest_memory: dict[tuple[int, int], tuple[ModelCosts, Layout]] = {}
         self._measured_work: dict[tuple[object, ...], tuple[ModelCosts, Layout]] = {}
+        # By kind. The settings on one rank exchange no rows that computation could overlap with.
+        self._overlaps: dict[tuple[object, ...], Overlap] = {}
         # Caches, each keyed by the sizes that its values depend on.
         self._scaled: dict[tuple[object, ...], ModelCosts] = {}
         self._states: dict[tuple[object, ...], ModelStates] = {}
@@ -276,8 +299,11 @@ class LayoutCosts:
         except ValueError as error:
             self.last_refusal = str(error)
             return None
-        time = self._step_time(run_config, costs, stages=stages)
-        return Advice(layout, self.words_of(layout), stages, time)
+        alone = self._step_time(run_config, costs, stages=stages, paired=False)
+        if not run_config.transformer.overlap_moe_expert_parallel_comm:
+            return Advice(layout, self.words_of(layout), stages, alone)
+        time = self._step_time(run_config, costs, stages=stages, paired=True)
+        return Advice(layout, self.words_of(layout), stages, time, alone)
 
     def _may_fit(self, layout: Layout, *, limit: int) -> bool:
         """Returns whether parameters occupy at most twice the limit.
@@ -330,6 +356,7 @@ class LayoutCosts:
             self._refusals[kind] += 1
             self.last_refusal = str(error)
             return False
+        self._overlaps[kind] = overlap_of(run_config)
         self._measured_memory[kind] = self._latest_memory[layout.tensor, layout.expert_tensor] = costs, layout
         return True
 
@@ -434,6 +461,7 @@ class LayoutCosts:
                     sum(one.forward * count for one, count in passes),
                     sum(one.backward * count for one, count in passes),
                     sum(one.exposed * count for one, count in passes),
+                    sum(one.in_pairs * count for one, count in passes),
                 )
             )
         sharding, reduced, gathered = layout.sharding or self._given_sharding, 0.0, 0.0
@@ -442,7 +470,15 @@ class LayoutCosts:
             for one in data_traffic(of_stage, shape, sharding=sharding):
                 seconds[one.phase] += message_seconds(one, self._device, in_node=in_node[one.group])
             reduced, gathered = max(reduced, seconds[GRADS]), max(gathered, seconds[PARAMS])
-        return quick_seconds(stages, shape, reduced=reduced, gathered=gathered, updated=updated, sharding=sharding)
+        return quick_seconds(
+            stages,
+            shape,
+            reduced=reduced,
+            gathered=gathered,
+            updated=updated,
+            sharding=sharding,
+            paired=self._measured_memory[self._kind_of(layout)][0].config.overlap_moe_expert_parallel_comm,
+        )
 
     def _seconds_of_parts(self, layout: Layout, *, in_node: Mapping[str, int]) -> dict[LayerKind | str, PassSeconds]:
         """Returns the time of one microbatch in a layer of each kind, in the embedding, and in the model's end."""
@@ -451,8 +487,14 @@ class LayoutCosts:
             costs = self._work_of(layout)
             parts: list[tuple[LayerKind | str, PartCost]] = [*costs.layers.items()]
             parts += [(EMBEDDING, costs.embedding), (END, costs.end)]
+            experts = {kind: int(kind.has_experts) for kind in costs.layers} | {END: costs.mtp_expert_layers}
             self._seconds[key] = {
-                name: seconds_of(part.work, self._device, in_node=in_node, overlapped_by=self._overlapped_by)
+                name: seconds_of(
+                    part.work,
+                    Rates(self._device, in_node),
+                    overlap=self._overlaps[self._kind_of(layout)],
+                    expert_layers=experts.get(name, 0),
+                )
                 for name, part in parts
             }
         return self._seconds[key]
@@ -489,12 +531,12 @@ class LayoutCosts:
             )
         )
 
-    def _step_time(self, run_config: RunConfig, costs: ModelCosts, *, stages: Sequence[RankMemory]) -> StepTime:
+    def _step_time(
+        self, run_config: RunConfig, costs: ModelCosts, *, stages: Sequence[RankMemory], paired: bool
+    ) -> StepTime:
         setup_tokenizer(run_config)  # pads the vocabulary for the layout
-        shape, transformer, seq_length = shape_of(run_config), run_config.transformer, run_config.data.seq_length
-        tokens = run_config.training.micro_batch_size * seq_length // (shape.tensor * shape.context)
+        shape, seq_length = shape_of(run_config), run_config.data.seq_length
         samples = run_config.training.micro_batch_size * run_config.launch.data_parallel_size
-        hidden_bytes = tokens * transformer.hidden_size * transformer.hidden_dtype.itemsize
         flops = num_floating_point_operations(run_config, 1)
 
         def estimate(num_microbatches: int) -> StepTime:
@@ -505,14 +547,14 @@ class LayoutCosts:
                     short,
                     stage=stage,
                     ddp_config=run_config.ddp,
-                    hidden_bytes=hidden_bytes,
+                    hidden_bytes=hidden_bytes(run_config),
                     state_bytes=memory.states.masters + memory.states.moments,
                 )
                 for stage, memory in enumerate(stages)
             ]
             return estimate_step(
                 loads,
-                stage_orders(shape.pipeline, num_microbatches, group_size=shape.group_size),
+                stage_orders(shape.pipeline, num_microbatches, group_size=shape.group_size, paired=paired),
                 device=self._device,
                 overlap=overlap_of(run_config),
                 in_node=in_node_ranks(shape, self._device.devices_per_node),
@@ -567,22 +609,16 @@ def _share_ranks(layout: Layout) -> bool:
     return any(size > 1 and (stride, size) in of_layers for stride, size in ((etp, ep), (1, etp * ep)))
 
 
-def seconds_of(
-    work: PartWork, device: Device, *, in_node: Mapping[str, int], overlapped_by: Mapping[str, tuple[str, ...]]
-) -> PassSeconds:
-    """Estimates the time of one microbatch's passes. Only messages of groups in overlapped_by (see Overlap) overlap."""
-    chunk = work.chunk()
-    passes = {FORWARD: chunk.forward, BACKWARD: chunk.backward + chunk.recompute}
-    computed = {phase: seconds_by_kind(kernels, device) for phase, kernels in passes.items()}
-    sent: dict[tuple[str, str], float] = {}
-    for one in work.traffic:
-        seconds = message_seconds(one, device, in_node=in_node.get(one.group, one.group_size))
-        sent[one.group, one.phase] = sent.get((one.group, one.phase), 0.0) + seconds
-    exposed = sum(
-        max(0.0, seconds - sum(computed[phase].get(kind, 0.0) for kind in overlapped_by.get(group, ())))
-        for (group, phase), seconds in sent.items()
-    )
-    return PassSeconds(sum(computed[FORWARD].values()), sum(computed[BACKWARD].values()), exposed)
+def seconds_of(work: PartWork, rates: Rates, *, overlap: Overlap, expert_layers: int) -> PassSeconds:
+    """Estimates the time of one microbatch's passes through a part with this number of layers with experts."""
+    chunk = replace(work.chunk(), expert_layers=expert_layers)
+    (order,) = stage_orders(Pipeline(1), 2, paired=True)
+    clock = StageClock(StageLoad((chunk,), work.times(2).traffic), order, rates=rates, overlap=overlap)
+    forward, pair, backward = (clock.seconds(step) for step in order)
+    of_forward = compute_seconds(chunk.forward, rates.device)
+    of_backward = compute_seconds(chunk.backward + chunk.recompute, rates.device)
+    computed = of_forward + of_backward
+    return PassSeconds(of_forward, of_backward, forward + backward - computed, pair - computed)
 
 
 def quick_seconds(
@@ -593,18 +629,24 @@ def quick_seconds(
     gathered: float,
     updated: float,
     sharding: Sharding,
+    paired: bool = False,
 ) -> float:
     """Estimates the time of a step, in which the slowest stage runs all microbatches once the pipeline is filled.
 
     All times are in seconds. stages: one microbatch in each stage. reduced, gathered, updated: the slowest rank's
     gradient reductions, parameter gathers and update. Reductions overlap with the last backward, gathers with the first
-    forward.
+    forward. paired: whether passes take turns after the warm-up.
     """
     slowest = max(stages, key=lambda one: one.total)
     filling = (sum(one.total for one in stages) - slowest.total) / shape.chunks
     times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
     late = max(0.0, reduced - times * slowest.backward) + max(0.0, gathered - slowest.forward)
-    return shape.num_microbatches * slowest.total + filling + late + updated
+    hidden = 0.0
+    if paired:
+        ahead = forwards_ahead(stages.index(slowest), shape.pipeline, group_size=shape.group_size, paired=True)
+        in_pairs = max(0.0, shape.num_microbatches - ahead / shape.chunks)
+        hidden = in_pairs * (slowest.exposed - slowest.in_pairs)
+    return shape.num_microbatches * slowest.total - hidden + filling + late + updated
 
 
 def data_traffic(weights: Mapping[bool, tuple[int, int]], shape: Shape, *, sharding: Sharding) -> tuple[Traffic, ...]:

@@ -8,12 +8,13 @@ import argparse
 import copy
 import enum
 from collections.abc import Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import lru_cache
 from itertools import product
 from typing import Any
 
 from megatron.core.datasets.data_config import DataConfig
+from megatron.core.model_parallel_config import ExpertOverlapConfig
 from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner.layer_costs import LayerKind, layer_kinds
@@ -336,7 +337,10 @@ def _on_one_rank_per_stage(args: argparse.Namespace, *, stages: int = 1) -> RunC
     if stages == 1:
         for name in _SPLIT_FLAGS:
             setattr(args, name, False if name.startswith("account") else None)
+    # These flags require several ranks.
     args.sequence_parallel = False
+    for one in fields(ExpertOverlapConfig):
+        setattr(args, one.name, False)
     return run_config_of(validate_args(args))
 
 

@@ -175,10 +175,16 @@ def _schedule(document: Mapping[str, Any]) -> dict[str, Any]:
     }
     boxes = []
     for row, passes in enumerate(lists):
+        in_interval = Counter((start, end) for *_, start, end in passes)
         for letter, chunk, microbatch, start, end in passes[:most]:
             name = f"{_SHADES[letter][0]} of micro-batch {microbatch} in chunk {chunk}"
-            tip = f"{name}: {short_time(end - start)}, starts at {short_time(start)}"
-            boxes.append(Box(row, start / size, end / size, kinds[letter, chunk][0], str(microbatch), tip))
+            # The passes of a pair share an interval. Each one is drawn in a half of it, the backward first.
+            is_paired = in_interval[start, end] > 1
+            middle = (start + end) / 2 if is_paired else end
+            begin, stop = (middle, end) if is_paired and letter == "F" else (start, middle)
+            length = f"{short_time(end - start)}{' with the pass that takes turns' if is_paired else ''}"
+            tip = f"{name}: {length}, starts at {short_time(start)}"
+            boxes.append(Box(row, begin / size, stop / size, kinds[letter, chunk][0], str(microbatch), tip))
     return {
         "bubble": f"{100 * document['step']['split']['bubble'] / document['step']['seconds']:.1f}%",
         "num_drawn": most,

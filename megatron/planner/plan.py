@@ -21,7 +21,7 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.parallel_state import DEFAULT_ORDER, RankGenerator
-from megatron.core.pipeline_parallel.schedule import Action, Pipeline, stage_orders
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Order, Pair, Pipeline, stage_orders
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -31,17 +31,28 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     encoding_words,
     largest_of_layers,
     page_size_on_gpu,
+    prefetch_groups,
 )
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 from megatron.core.transformer.moe_config import GPU_ROW_ALIGNMENT
 from megatron.core.transformer.transformer_config import TransformerConfig, precision_lines
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron.core.utils import get_model_config, unwrap_model
-from megatron.planner.activations import AsFusedKernels, SavedBytes, SavedSizes, peak_bytes
+from megatron.core.utils import unwrap_model
+from megatron.planner.activations import (
+    AsFusedKernels,
+    ChunkSaved,
+    SavedBytes,
+    SavedSizes,
+    held_in_pair,
+    moments,
+    peak_bytes,
+    rows_in_buffers,
+    turns_of_pair,
+)
 from megatron.planner.fake_ranks import fake_rank
 from megatron.planner.recorders import ranks_by_name
 from megatron.planner.traced_step import StepTrace, trace_step, with_names
-from megatron.planner.work import EXPERTS, StageLoad
+from megatron.planner.work import EMBEDDING, END, EXPERTS, StageLoad, kind_of_module, part_at, part_of_name
 from megatron.training.checkpointing.rng_state import seed_ranks
 from megatron.training.command_line.config_builder import flags_named_in_errors
 from megatron.training.command_line.errors import CommandLineError
@@ -59,6 +70,9 @@ NOT_PLANNED = "memory cached by the allocator, and input data"
 _COMPARED_TYPES = (int, float, bool, str, type(None), Enum, torch.dtype, torch.Size)
 # Attributes that differ between layers of the same structure.
 _IGNORED_NAMES = {"layer_number", "offset", "_init_seed"}
+# The input of a pair's forward, two inputs of the next pair, and two outputs of the previous one. The gradient that the
+# backward receives is traced.
+_TRANSFERS_OF_A_PAIR = 5
 ForwardStep = Callable[..., Any]
 
 
@@ -192,6 +206,7 @@ class Plan:
     num_microbatches: microbatches of the last step, which is the largest. is_balanced: whether activations assume
     balanced routing, because experts have no static buffers. flops_per_sample: the model's FLOPs as counted by
     num_floating_point_operations. substitutions: sentences about parts that the plan replaces (see substitutions()).
+    has_pairs: whether a backward and a forward take turns after the warm-up.
     """
 
     stages: list[RankPlan]
@@ -201,6 +216,7 @@ class Plan:
     is_balanced: bool
     flops_per_sample: float = 0.0
     substitutions: tuple[str, ...] = ()
+    has_pairs: bool = False
 
 
 @dataclass(frozen=True)
@@ -211,24 +227,51 @@ class StageTrace:
     layer save for backward. step: the traced step, empty if nothing is trained.
     """
 
-    saved: tuple[SavedSizes, ...]
+    saved: tuple[ChunkSaved, ...]
     experts_of_layer: int
     step: StepTrace
 
-    def activations(self, actions: Sequence[Action], *, pages: PoolBytes) -> SavedSizes:
+    def activations(self, order: Order, *, pages: PoolBytes) -> SavedSizes:
         """Returns the bytes saved at the schedule's peak, outside of the stash's pages and scratch."""
-        on_host = peak_bytes(actions, [Counter(host=one.on_host) for one in self.saved]).total()
+        on_host = peak_bytes(order, [one.in_host_memory for one in self.saved]).total()
         if not pages.total:
-            return SavedSizes(peak_bytes(actions, [one.by_kind for one in self.saved]), on_host)
-        # One layer's rows are still in its buffers, not yet copied to pages, unless they are in the scratch.
-        in_buffers = max(0, self.experts_of_layer - pages.one_group)
-        peak = peak_bytes(actions, [Counter({**one.by_kind, EXPERTS: 0}) for one in self.saved])
+            return SavedSizes(peak_bytes(order, self.saved), on_host)
+        peak = peak_bytes(order, [one.without(EXPERTS) for one in self.saved])
+        paired = any(isinstance(step, Pair) for step in order)
+        in_buffers = rows_in_buffers(self.experts_of_layer, one_group=pages.one_group, paired=paired)
         return SavedSizes(Counter({**peak, EXPERTS: in_buffers}), on_host)
 
-    def temporary(self, actions: Sequence[Action]) -> TemporaryBytes:
-        """Returns the temporary memory of a step. actions: the schedule of the traced step."""
-        kept = peak_bytes(actions, [one.by_kind for one in self.saved]).total()
-        return TemporaryBytes(max(0, self.step.peak - kept), self.step.update_peak, self.step.messages_peak)
+    def temporary(
+        self, traced: Order, order: Order, *, pages: PoolBytes, num_prefetched: int, input_bytes: int
+    ) -> TemporaryBytes:
+        """Returns the temporary memory of a step.
+
+        traced: the schedule of the traced step. order: the schedule of the run. num_prefetched: number of groups that
+        a stash restores ahead of their backward. input_bytes: bytes of the hidden states that a pass receives from
+        another stage.
+        """
+        kept = peak_bytes(traced, self.saved).total()
+        passes, messages = self.step.peak - kept, self.step.messages_peak
+        turns = self.step.turns
+        for chunks in {one.pair for one in moments(order, len(self.saved)) if one.pair is not None}:
+            assert turns is not None, "the turns of a run with pairs are traced"
+            saved = self.saved[chunks[0]], self.saved[chunks[1]]
+            backward, forward = Action(ActionKind.BACKWARD, chunks[0], 0), Action(ActionKind.FORWARD, chunks[1], 0)
+            found = list(turns_of_pair(turns.passes[backward], turns.passes[forward], saved=saved))
+            if pages.total:
+                # Rows in buffers are live in the trace, and planned as activations. Groups that are restored ahead of
+                # their backward are not traced.
+                planned = held_in_pair(*(one.without(EXPERTS) for one in saved)).total()
+                planned += rows_in_buffers(self.experts_of_layer, one_group=pages.one_group, paired=True)
+                more = max(one.live - one.of_experts for one in found) - planned
+                more += num_prefetched * self.experts_of_layer
+            else:
+                more = max(one.live for one in found) - held_in_pair(*saved).total()
+            # A pair holds the input of its forward, and it overlaps with transfers of the pairs before and after it.
+            passes = max(passes, more + turns.rest + _TRANSFERS_OF_A_PAIR * input_bytes)
+            found = list(turns_of_pair(turns.messages[backward], turns.messages[forward], saved=saved))
+            messages = max(messages, *(one.live for one in found))
+        return TemporaryBytes(max(0, passes), self.step.update_peak, messages)
 
 
 # Traces by the structure of a stage.
@@ -278,9 +321,10 @@ def plan_run(
         num_parameters=total,
         active_parameters=active,
         num_microbatches=run_config.batch_sizes().final_num_microbatches,
-        is_balanced=_has_dynamic_rows(run_config),
+        is_balanced=has_dynamic_rows(run_config),
         flops_per_sample=num_floating_point_operations(run_config, 1),
         substitutions=(*substitutions(transformer), *precision_lines(transformer), *encoding_words(transformer)),
+        has_pairs=transformer.overlap_moe_expert_parallel_comm,
     )
 
 
@@ -385,13 +429,24 @@ class _RankBuild:
         return tuple(sorted(part.layer_number for part in parts if isinstance(part, TransformerLayer)))
 
     def _memory(self, trace: StageTrace) -> RankMemory:
-        pages = self._pages()
+        pages, transformer = self._pages(), self._run_config.transformer
+        # An evaluation has no backward.
+        paired = transformer.overlap_moe_expert_parallel_comm and self._optimizer is not None
+        order = self._passes(self._num_microbatches, paired=paired)
+        # The traced step has at most two microbatches, and no pairs.
+        traced = self._passes(min(2, self._num_microbatches), paired=False)
+        has_transfers = transformer.pipeline_model_parallel_size > 1
         return RankMemory(
             self._states(),
             pages,
-            trace.activations(self._passes(self._num_microbatches), pages=pages),
-            # The traced step has at most two microbatches.
-            trace.temporary(self._passes(min(2, self._num_microbatches))),
+            trace.activations(order, pages=pages),
+            trace.temporary(
+                traced,
+                order,
+                pages=pages,
+                num_prefetched=prefetch_groups(transformer),
+                input_bytes=hidden_bytes(self._run_config) if has_transfers else 0,
+            ),
         )
 
     def _states(self) -> ModelStates:
@@ -404,11 +459,12 @@ class _RankBuild:
         memory = self._expert_memory
         return PoolBytes() if memory is None else memory.pool_bytes_for(self._num_microbatches)
 
-    def _passes(self, num_microbatches: int) -> Sequence[Action]:
+    def _passes(self, num_microbatches: int, *, paired: bool) -> Order:
         """Returns the passes of the stage in a step of num_microbatches."""
-        pipeline = Pipeline(self._run_config.transformer.pipeline_model_parallel_size, len(self._model))
-        group_size = get_model_config(self._model[0]).microbatch_group_size_per_vp_stage
-        return stage_orders(pipeline, num_microbatches, group_size=group_size)[self._stage]
+        transformer = self._run_config.transformer
+        pipeline = Pipeline(transformer.pipeline_model_parallel_size, len(self._model))
+        group_size = transformer.microbatch_group_size_per_vp_stage
+        return stage_orders(pipeline, num_microbatches, group_size=group_size, paired=paired)[self._stage]
 
     def _trace(self, forward_step: ForwardStep, traces: _Traces) -> StageTrace:
         """Returns the trace of the stage, which stages of the same structure and position share."""
@@ -421,7 +477,7 @@ class _RankBuild:
     def _new_trace(self, forward_step: ForwardStep) -> StageTrace:
         if self._optimizer is None:
             # An evaluation has no backward.
-            return StageTrace(tuple(SavedSizes(Counter()) for _ in self._model), 0, StepTrace())
+            return StageTrace(tuple(ChunkSaved() for _ in self._model), 0, StepTrace())
         saved, experts_of_layer = self._saved(forward_step)
         _publish(self._run_config)
         step = trace_step(
@@ -435,10 +491,10 @@ class _RankBuild:
         )
         return StageTrace(saved, experts_of_layer, step)
 
-    def _saved(self, forward_step: ForwardStep) -> tuple[tuple[SavedSizes, ...], int]:
+    def _saved(self, forward_step: ForwardStep) -> tuple[tuple[ChunkSaved, ...], int]:
         """Returns the bytes that a microbatch saves for backward in each chunk, and in the experts of one layer."""
         run_config, model = self._run_config, self._model
-        if _has_dynamic_rows(run_config) or run_config.sharded_parameters.use_torch_fsdp2:
+        if has_dynamic_rows(run_config) or run_config.sharded_parameters.use_torch_fsdp2:
             run_config = with_known_rows(run_config)
             _publish(run_config)
             model = build_model(self._provider, run_config)
@@ -477,7 +533,7 @@ def _setting(value: Any) -> Any:
     return type(value)
 
 
-def _has_dynamic_rows(run_config: RunConfig) -> bool:
+def has_dynamic_rows(run_config: RunConfig) -> bool:
     """Returns whether the number of an expert's rows depends on the routing, because its buffers are not static."""
     return (
         run_config.transformer.num_moe_experts is not None
@@ -511,7 +567,7 @@ def with_known_rows(run_config: RunConfig) -> RunConfig:
     """
     transformer = run_config.transformer
     changed: dict[str, Any] = {"use_torch_fsdp2": False}
-    if _has_dynamic_rows(run_config):
+    if has_dynamic_rows(run_config):
         # Padding to a capacity above 1 adds rows. Dropping without padding only removes rows, which is ignored.
         room = transformer.moe_expert_capacity_factor if transformer.moe_pad_expert_input_to_capacity else None
         changed |= {
@@ -524,16 +580,15 @@ def with_known_rows(run_config: RunConfig) -> RunConfig:
     return run_config.changed(**changed)
 
 
-def saved_by(
-    chunk: nn.Module,
-    run_config: RunConfig,
-    *,
-    forward_step: ForwardStep,
-    kind_of: Callable[[str], str] | None = None,
-) -> SavedSizes:
+def pace_of_backward(config: TransformerConfig) -> int:
+    """Returns the pace of a backward in pairs, see ChunkSaved."""
+    return 2 if config.recompute_granularity == "full" or "moe" in (config.recompute_modules or ()) else 1
+
+
+def saved_by(chunk: nn.Module, run_config: RunConfig, *, forward_step: ForwardStep) -> ChunkSaved:
     """Runs a forward of the chunk and returns the bytes that a microbatch saves for backward.
 
-    kind_of: maps the name of a module to a kind, as for SavedBytes.
+    Tensors saved between layers, as with recompute, count for the layer that follows.
     """
     transformer = run_config.transformer
     inner = unwrap_model(chunk)
@@ -544,13 +599,40 @@ def saved_by(
         length = run_config.data.seq_length // transformer.sequence_parts
         shape = length, run_config.training.micro_batch_size, transformer.hidden_size
         inner.set_input_tensor(torch.zeros(shape, dtype=inner.config.hidden_dtype, requires_grad=True))
-    saved = SavedBytes(chunk, persistent=[*parameter_tensors([chunk]), *gradient_tensors([chunk])], kind_of=kind_of)
-    with saved.counting(), AsFusedKernels():
-        output, loss_function = forward_step(repeat(batch_of(run_config)), chunk)
-        kept = loss_function(output) if inner.post_process else output
-    found = SavedSizes(saved.by_kind(), saved.on_host())
+    layers: dict[str, nn.Module] = {}
+    for name, part in inner.named_modules():
+        # The parts of a layer follow it.
+        if (place := part_of_name(name)) not in (None, EMBEDDING, END):
+            layers.setdefault(place, part)
+    reached = [0]
+    handles = [layer.register_forward_pre_hook(lambda *_: reached.append(len(reached))) for layer in layers.values()]
+
+    def label(name: str) -> str:
+        return f"{part_at(name, reached[-1], layers=[*layers])}: {kind_of_module(name)}"
+
+    saved = SavedBytes(chunk, persistent=[*parameter_tensors([chunk]), *gradient_tensors([chunk])], kind_of=label)
+    try:
+        with saved.counting(), AsFusedKernels():
+            output, loss_function = forward_step(repeat(batch_of(run_config)), chunk)
+            kept = loss_function(output) if inner.post_process else output
+    finally:
+        for handle in handles:
+            handle.remove()
+    by_part: dict[str, dict[str, int]] = {name: {} for name in (EMBEDDING, *layers, END)}
+    for labels, size in saved.by_kind().items():
+        name, _, kind = labels.partition(": ")
+        by_part[name][kind] = size
+    experts = Counter(part_of_name(name) or END for name, part in inner.named_modules() if isinstance(part, MoELayer))
+    found = ChunkSaved(by_part, experts, saved.on_host(), pace=pace_of_backward(transformer))
     del kept
     return found
+
+
+def hidden_bytes(run_config: RunConfig) -> int:
+    """Returns the bytes of a rank's hidden states of one microbatch, as stages send them to each other."""
+    transformer = run_config.transformer
+    tokens = run_config.training.micro_batch_size * run_config.data.seq_length // transformer.sequence_parts
+    return tokens * transformer.hidden_size * transformer.hidden_dtype.itemsize
 
 
 def batch_of(run_config: RunConfig) -> dict[str, Tensor]:

@@ -3,9 +3,11 @@
 The recorders observe the run's own code on meta tensors. work.py estimates the time of the records.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 from weakref import finalize
 
 import torch
@@ -17,6 +19,7 @@ from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.device.torch_internals import TorchDispatchMode, storage_id, tree_leaves
 from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import redraws_numbers
 from megatron.planner.work import (
     AGREEMENT,
     BACKWARD,
@@ -39,6 +42,7 @@ from megatron.planner.work import (
 
 RECOMPUTE = "recompute"
 _FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
+_HAND_OVER = "PassTurns.hand_over"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 _COUNTED = {"aten", "activation", "block_scaled", "paged_stash", "rope", "router", "static_rows"}
 # Grouped GEMMs of experts in 8 bits.
@@ -255,9 +259,9 @@ class WorkRecorder(TorchDispatchMode):
         self._kind, tensor = kept
         return tensor
 
-    def chunks(self, order: Sequence[Action]) -> tuple[ChunkWork, ...]:
-        """Returns the recorded work of each chunk. order: passes of the step, one per chunk and kind of pass."""
-        of_kind = {kind: [action.chunk for action in order if action.kind is kind] for kind in ActionKind}
+    def chunks(self, actions: Sequence[Action]) -> tuple[ChunkWork, ...]:
+        """Returns the recorded work of each chunk. actions: passes of the step, one per chunk and kind of pass."""
+        of_kind = {kind: [action.chunk for action in actions if action.kind is kind] for kind in ActionKind}
         forwards = dict(zip(of_kind[ActionKind.FORWARD], self.forwards, strict=True))
         backwards = zip(of_kind[ActionKind.BACKWARD], self.backwards, self.recomputed, strict=True)
         found = {chunk: ChunkWork(forwards[chunk], kernels, recompute) for chunk, kernels, recompute in backwards}
@@ -301,20 +305,32 @@ def _moved_bytes(func: Any, name: str, *, inputs: Sequence[Tensor], outputs: Seq
     return float(sum(one.nbytes for one in inputs) + written)
 
 
-class MessageRecorder(TorchDispatchMode):
-    """Records the messages that this thread sends while the mode is active. Must be the innermost mode.
+@dataclass
+class _OpenRanges:
+    """Names of the trace ranges that a thread has entered, and whether the current collective and slice are counted."""
 
-    groups: this rank's process groups, after which messages are named.
+    names: list[str] = field(default_factory=list)
+    is_begun: bool = False
+    is_slice_begun: bool = False
+
+
+class MessageRecorder(TorchDispatchMode):
+    """Records the messages that are sent while the mode is active. Must be the innermost mode.
+
+    groups: this rank's process groups, after which messages are named. The backward of a pair of passes runs on a
+    thread of its own, with the same modes, so trace ranges are followed for each thread.
     """
 
     def __init__(self, groups: ProcessGroupCollection) -> None:
         super().__init__()
         self._groups = _ranks_of_kinds(groups)
-        self._names: list[str] = []
         self._messages: list[Traffic] = []
-        self._is_begun = False  # whether the current collective has been counted
-        self._is_slice_begun = False  # whether its current slice has been counted
+        self._of_threads: dict[int, _OpenRanges] = {}
         self._known: dict[tuple[str, str], tuple[str, int]] = {}
+
+    @property
+    def _open(self) -> _OpenRanges:
+        return self._of_threads.setdefault(threading.get_ident(), _OpenRanges())
 
     def take(self) -> tuple[Traffic, ...]:
         """Returns and clears the messages recorded since the last call."""
@@ -330,30 +346,31 @@ class MessageRecorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _follow(self, func: Any, args: Sequence[Any]) -> None:
+        ranges = self._open
         if "enter" in func._schema.name:
             # Torch's own trace names end with the module in parentheses.
             name = str(args[0]).partition(" (")[0]
-            self._names.append(name)
-            self._is_begun = self._is_begun and name not in _BEGINNINGS
-            self._is_slice_begun = self._is_slice_begun and name != "_OrderedReduceScatter._send"
-        elif self._names:
-            self._names.pop()
+            ranges.names.append(name)
+            ranges.is_begun = ranges.is_begun and name not in _BEGINNINGS
+            ranges.is_slice_begun = ranges.is_slice_begun and name != "_OrderedReduceScatter._send"
+        elif ranges.names:
+            ranges.names.pop()
 
     def _note(self, name: str, args: Sequence[Any]) -> None:
         if name not in _OPERATIONS:
             return  # barriers and similar operations
-        operation = _OPERATIONS[name]
+        operation, ranges = _OPERATIONS[name], self._open
         count, num_bytes = 1, _bytes_of(args[1] if operation in _BY_INPUT else args[0])
-        whole = _WHOLE.get(self._names[-1]) if self._names else None
+        whole = _WHOLE.get(ranges.names[-1]) if ranges.names else None
         if whole is not None:
             # Slices that are sent while a reduction is waited for count as part of the reduction.
-            count = int(not self._is_begun and not _BEGINNINGS.isdisjoint(self._names))
-            if whole == "reduce-scatter" and args[3] and not self._is_slice_begun:
+            count = int(not ranges.is_begun and not _BEGINNINGS.isdisjoint(ranges.names))
+            if whole == "reduce-scatter" and args[3] and not ranges.is_slice_begun:
                 # A slice is one message per peer rank. The first counts twice, to include this rank's part.
                 num_bytes *= 2
-            self._is_begun = self._is_slice_begun = True
+            ranges.is_begun = ranges.is_slice_begun = True
             operation = whole
-        phase = next((_PHASES[one] for one in reversed(self._names) if one in _PHASES), OTHER)
+        phase = next((_PHASES[one] for one in reversed(ranges.names) if one in _PHASES), OTHER)
         group, size = self._name_of(_group_in(args), phase)
         self._messages.append(Traffic(group, size, operation, phase, count, num_bytes))
 
@@ -398,9 +415,9 @@ def _bytes_of(tensors: Any) -> int:
 class LiveBytes(TorchDispatchMode):
     """Counts the live bytes of storages that operators allocate on a device while the mode is active.
 
-    A storage is live until its last tensor is freed. The mode must be the innermost one, and sees only operators of its
-    thread. peaks: largest number of live bytes in each part that `begin` started; "" is the part before the first
-    `begin`. messages_peak: largest number of live bytes among the inputs and outputs of collectives.
+    A storage is live until its last tensor is freed. The mode must be the innermost one, and sees only operators of
+    threads in which it is active. peaks: largest number of live bytes in each part that `begin` started; "" is the part
+    before the first `begin`. messages_peak: largest number of live bytes among the inputs and outputs of collectives.
     """
 
     def __init__(self, device_type: str = "meta") -> None:
@@ -453,3 +470,75 @@ class LiveBytes(TorchDispatchMode):
     def _storages(self, tree: Any) -> list[torch.UntypedStorage]:
         tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
         return [tensor.untyped_storage() for tensor in tensors if tensor.device.type == self._device_type]
+
+
+class TurnBytes(NamedTuple):
+    """Bytes that are live during one turn of a pass: the most of them, and those when it hands over or ends."""
+
+    peak: int
+    held: int
+
+
+@dataclass(frozen=True)
+class PassBytes:
+    """Live bytes of a pass. before: bytes that the pass holds before its first turn."""
+
+    before: int
+    turns: tuple[TurnBytes, ...]
+
+
+class TurnRecorder(LiveBytes):
+    """Records the live bytes of each pass of a step without pairs, turn by turn.
+
+    A turn ends where the pass would hand over in a pair. passes: bytes of the passes in the order of execution, without
+    the bytes that are live before a forward or after a backward. messages: the part of these bytes that collectives
+    use. rest: bytes that are live after the last pass.
+    """
+
+    def __init__(self, device_type: str = "meta") -> None:
+        super().__init__(device_type)
+        self.passes: list[PassBytes] = []
+        self.messages: list[PassBytes] = []
+        self.rest = 0
+        self._names: list[str] = []
+        # Of the running pass: live bytes of all tensors and of messages between its turns, and the most in each turn.
+        self._levels: list[tuple[int, int]] = []
+        self._peaks: list[tuple[int, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Follows passes and their turns by their trace names, and counts as LiveBytes does."""
+        if func.namespace == "profiler":
+            self._follow(func, args)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _follow(self, func: Any, args: Sequence[Any]) -> None:
+        if "enter" in func._schema.name:
+            self._names.append(str(args[0]))
+            if self._names[-1] in (_FORWARD, _BACKWARD):
+                self._levels, self._peaks = [], []
+                self._begin_turn()
+            elif self._names[-1] == _HAND_OVER and not redraws_numbers():
+                self._end_turn()
+                self._begin_turn()
+        elif self._names and (name := self._names.pop()) in (_FORWARD, _BACKWARD):
+            self._end_turn()
+            self._end_pass(is_forward=name == _FORWARD)
+
+    def _begin_turn(self) -> None:
+        self.begin(_HAND_OVER)
+        self.messages_peak = self._message_bytes
+        self._levels.append((self._bytes, self._message_bytes))
+
+    def _end_turn(self) -> None:
+        self._peaks.append((self.peaks[_HAND_OVER], self.messages_peak))
+
+    def _end_pass(self, *, is_forward: bool) -> None:
+        levels = [*self._levels, (self._bytes, self._message_bytes)]
+        for which, found in enumerate((self.passes, self.messages)):
+            base = levels[0 if is_forward else -1][which]
+            turns = (
+                TurnBytes(peak[which] - base, level[which] - base)
+                for peak, level in zip(self._peaks, levels[1:], strict=True)
+            )
+            found.append(PassBytes(levels[0][which] - base, tuple(turns)))
+        self.rest = self._bytes

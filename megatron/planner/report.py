@@ -22,7 +22,15 @@ from megatron.planner.fit import Fit, Planner, fit_of, with_change
 from megatron.planner.layout_search import Advice, Found
 from megatron.planner.page import page
 from megatron.planner.plan import NOT_PLANNED, BufferLayout, ForwardStep, Plan, RankPlan, pipeline_number_of, plan_run
-from megatron.planner.step_time import ASSUMPTIONS, STASH_ASSUMPTION, StageTime, StepTime, ranks_per_node, run_time
+from megatron.planner.step_time import (
+    ASSUMPTIONS,
+    PAIR_ASSUMPTION,
+    STASH_ASSUMPTION,
+    StageTime,
+    StepTime,
+    ranks_per_node,
+    run_time,
+)
 from megatron.planner.work import link_bytes, message_seconds
 from megatron.training.command_line.errors import CommandLineError
 from megatron.training.compute.devices import Device, planned_device
@@ -218,7 +226,8 @@ def _host_lines(plan: Plan, *, unit: str, size: int) -> list[str]:
 def assumptions(plan: Plan) -> tuple[str, ...]:
     """Returns the assumptions of the estimated time of a step."""
     has_stash = any(stage.memory.pages.total for stage in plan.stages)
-    return (*ASSUMPTIONS, STASH_ASSUMPTION) if has_stash else ASSUMPTIONS
+    further = ((STASH_ASSUMPTION, has_stash), (PAIR_ASSUMPTION, plan.has_pairs))
+    return *ASSUMPTIONS, *(assumption for assumption, holds in further if holds)
 
 
 def time_lines(step: StepTime, plan: Plan) -> list[str]:
@@ -456,6 +465,15 @@ def flag_lines(advice: Advice) -> str:
     return " \\\n".join(lines)
 
 
+def pair_line(advice: Advice) -> str | None:
+    """Describes what pairs of passes gain in a layout; None if its schedule has no pairs."""
+    if advice.alone is None:
+        return None
+    times = advice.time, advice.alone
+    steps = [f"{_seconds(time.seconds)} a step, {100 * _exposed(time) / time.seconds:.1f}% exposed" for time in times]
+    return f"passes in turns: {steps[0]}; without pairs: {steps[1]}"
+
+
 def bytes_in_words(num_bytes: int) -> str:
     """Formats a number of bytes with all digits and in GiB."""
     return f"{num_bytes:,} bytes ({num_bytes / _GIB:.2f} GiB)"
@@ -493,4 +511,5 @@ def _advice_as_json(advice: Advice) -> dict[str, Any]:
         "tokens_per_second": time.tokens_per_second,
         "bubble_seconds": _bubble(time),
         "exposed_seconds": _exposed(time),
+        "seconds_without_pairs": None if advice.alone is None else advice.alone.seconds,
     }

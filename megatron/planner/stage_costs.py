@@ -6,7 +6,7 @@ run (plan.py) builds whole stages instead. Both give the same number of bytes if
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import islice
@@ -20,7 +20,7 @@ from megatron.core.optimizer.flat_params import host_elements
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_memory import state_bytes
 from megatron.core.pipeline_parallel.expansion import expand, kept_events
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, stage_orders
+from megatron.core.pipeline_parallel.schedule import Orders, Pipeline, stage_orders
 from megatron.core.transformer.moe.paged_stash.sizing import (
     LearnedSizes,
     PoolBytes,
@@ -30,7 +30,7 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     step_needs,
 )
 from megatron.core.transformer.pipeline_split import layers_per_part
-from megatron.planner.activations import SavedSizes
+from megatron.planner.activations import ChunkSaved, Moment, SavedSizes, fullest, moments, rows_in_buffers
 from megatron.planner.layer_costs import (
     LayerKind,
     ModelCosts,
@@ -40,10 +40,12 @@ from megatron.planner.layer_costs import (
     layer_kinds,
     total_work,
 )
-from megatron.planner.plan import ModelStates, RankMemory
+from megatron.planner.plan import ModelStates, RankMemory, pace_of_backward
 from megatron.planner.step_time import short_step
 from megatron.planner.work import (
     BACKWARD,
+    EMBEDDING,
+    END,
     EXPERTS,
     FORWARD,
     GRADS,
@@ -253,7 +255,8 @@ def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> PoolBytes:
     if costs.rows is None or not costs.config.moe_paged_stash:
         return PoolBytes()
     layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
-    order = _orders(shape.pipeline, shape.num_microbatches, group_size=shape.group_size)[stage]
+    paired = costs.config.overlap_moe_expert_parallel_comm
+    order = _orders(shape.pipeline, shape.num_microbatches, group_size=shape.group_size, paired=paired)[stage]
     events = stash_events(kept_events(expand(order, layers)))
     max_rows = costs.rows.max_rows if events else 0
     needs = step_needs(costs.config, events, max_rows=max_rows, balanced_rows=costs.rows.balanced)
@@ -272,65 +275,76 @@ def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:
     return numbers
 
 
-def saved_by_chunk(costs: ModelCosts, shape: Shape, *, stage: int) -> list[Counter[str]]:
-    """Returns the bytes that a microbatch saves for backward in each chunk of a stage, by kind."""
-    found = []
-    for parts in stage_chunks(costs, shape, stage=stage):
-        saved: Counter[str] = Counter()
-        for part in parts:
-            saved.update(part.saved)
-        found.append(saved)
+def saved_by_chunk(costs: ModelCosts, shape: Shape, *, stage: int) -> list[ChunkSaved]:
+    """Returns the bytes that a microbatch saves for backward in each chunk of a stage."""
+    found, last = [], len(shape.layers) - 1
+    pace = pace_of_backward(costs.config)
+    for number, parts in zip(range(stage, last + 1, shape.stages), stage_chunks(costs, shape, stage=stage)):
+        kinds, is_last = shape.layers[number], number == last
+        # What is saved once per chunk is saved by its first layer.
+        start, end = [*parts[: len(parts) - 1 - len(kinds) - is_last], parts[-1]], [costs.end] if is_last else []
+        by_part: dict[str, Mapping[str, int]] = {EMBEDDING: _saved_by(start)}
+        by_part |= {f"layer {index}": costs.layers[kind].saved for index, kind in enumerate(kinds)}
+        by_part[END] = _saved_by(end)
+        experts = {f"layer {index}": int(kind.has_experts) for index, kind in enumerate(kinds)}
+        experts[END] = costs.mtp_expert_layers if is_last else 0
+        found.append(ChunkSaved(by_part, experts, pace=pace))
     return found
+
+
+def _saved_by(parts: Iterable[PartCost]) -> Counter[str]:
+    saved: Counter[str] = Counter()
+    for part in parts:
+        saved.update(part.saved)
+    return saved
 
 
 def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, pages: PoolBytes) -> SavedSizes:
     """Returns the device bytes of activations at the peak of a stage's schedule, outside of the stash's pages."""
     saved = saved_by_chunk(costs, shape, stage=stage)
-    in_buffers = 0
-    if pages.total:
-        layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
-        # One layer's rows are still in its buffers, not yet copied to pages, unless they are in the scratch.
-        rows = 0 if costs.rows is None else costs.rows.max_rows
-        of_layer = max(
-            largest_of_layers(kinds[EXPERTS], costs.config, layers=own, rows=rows)
-            for kinds, own in zip(saved, layers, strict=True)
-        )
-        in_buffers = max(0, of_layer - pages.one_group)
-        saved = [Counter({**kinds, EXPERTS: 0}) for kinds in saved]
-    moments = fullest_moments(
-        shape.pipeline, stage, num_microbatches=shape.num_microbatches, group_size=shape.group_size
+    found = fullest_moments(
+        shape.pipeline,
+        stage,
+        num_microbatches=shape.num_microbatches,
+        group_size=shape.group_size,
+        paired=costs.config.overlap_moe_expert_parallel_comm,
     )
-    sizes = [sum(kinds.values()) for kinds in saved]
-    fullest = max(moments, key=lambda alive: sum(map(int.__mul__, alive, sizes)))
-    peak: Counter[str] = Counter()
-    for count, kinds in zip(fullest, saved, strict=True):
-        peak.update({kind: size * count for kind, size in kinds.items()})
-    return SavedSizes(Counter({**peak, EXPERTS: in_buffers}) if pages.total else peak)
+    if not pages.total:
+        return SavedSizes(fullest(found, saved))
+    layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
+    rows = 0 if costs.rows is None else costs.rows.max_rows
+    of_layer = max(
+        largest_of_layers(one.by_kind[EXPERTS], costs.config, layers=own, rows=rows)
+        for one, own in zip(saved, layers, strict=True)
+    )
+    paired = any(moment.pair is not None for moment in found)
+    in_buffers = rows_in_buffers(of_layer, one_group=pages.one_group, paired=paired)
+    return SavedSizes(Counter({**fullest(found, [one.without(EXPERTS) for one in saved]), EXPERTS: in_buffers}))
 
 
 @lru_cache(maxsize=1 << 14)
 def fullest_moments(
-    pipeline: Pipeline, stage: int, *, num_microbatches: int, group_size: int | None
-) -> tuple[tuple[int, ...], ...]:
+    pipeline: Pipeline, stage: int, *, num_microbatches: int, group_size: int | None, paired: bool = False
+) -> tuple[Moment, ...]:
     """Returns the moments of a step at which a stage may reach its memory peak.
 
-    Each moment is the number of microbatches that each chunk holds for backward, and is Pareto-maximal. A long step is
-    replaced by a shorter one with the same peak (see short_step).
+    They are Pareto-maximal in the microbatches that each chunk holds, among moments with the same pair of chunks. A
+    long step is replaced by a shorter one with the same peak (see short_step).
     """
-    alive = [0] * pipeline.num_chunks
-    found: set[tuple[int, ...]] = set()
-    for action in _orders(pipeline, num_microbatches, group_size=group_size)[stage]:
-        alive[action.chunk] += 1 if action.kind is ActionKind.FORWARD else -1
-        if action.kind is ActionKind.FORWARD:
-            found.add(tuple(alive))
-    return tuple(one for one in found if not any(one != other and all(map(int.__le__, one, other)) for other in found))
+    order = _orders(pipeline, num_microbatches, group_size=group_size, paired=paired)[stage]
+    found = set(moments(order, pipeline.num_chunks))
+    return tuple(one for one in found if not any(_exceeds(other, one) for other in found))
+
+
+def _exceeds(one: Moment, other: Moment) -> bool:
+    return one != other and one.pair == other.pair and all(map(int.__ge__, one.whole, other.whole))
 
 
 @lru_cache(maxsize=256)
-def _orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None) -> list[list[Action]]:
+def _orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None, paired: bool) -> Orders:
     """Returns each stage's passes in order, for a step of at most short_step microbatches."""
     length = short_step(num_microbatches, group_size or pipeline.num_stages)
-    return stage_orders(pipeline, length, group_size=group_size)
+    return stage_orders(pipeline, length, group_size=group_size, paired=paired)
 
 
 def stage_load(
@@ -352,9 +366,10 @@ def stage_load(
     if stage in (0, shape.stages - 1):
         traffic += [replace(one, group="embd", group_size=2) for one in step.tied]
     chunks, once = [], Kernels()
+    experts = _expert_layer_numbers(costs, shape)
     for number, parts in zip(range(stage, len(shape.layers), shape.stages), stage_chunks(costs, shape, stage=stage)):
         work = total_work(part.work for part in parts)
-        chunks.append(work.chunk())
+        chunks.append(replace(work.chunk(), expert_layers=len(experts[number])))
         once.update(kernels_of(work.once))
         traffic += work.times(times).traffic
         if number < last and shape.stages > 1:

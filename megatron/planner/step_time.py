@@ -6,21 +6,36 @@ work.py estimates the time of a single kernel or message.
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Orders, Pipeline, stage_orders
+from megatron.core.pipeline_parallel.schedule import (
+    Action,
+    ActionKind,
+    Order,
+    Orders,
+    Pair,
+    Pipeline,
+    passes,
+    stage_orders,
+)
 from megatron.core.pipeline_parallel.timeline import Interval, Timeline, timeline
-from megatron.planner.plan import Plan
+from megatron.planner.pair_time import Part, PassWork, backward_parts, forward_parts, waits
+from megatron.planner.plan import Plan, has_dynamic_rows
 from megatron.planner.work import (
     AGREEMENT,
     BACKWARD,
+    EMBEDDING,
+    EXPERTS,
     FORWARD,
     GRADS,
     OPTIMIZER,
+    OUTPUT,
     PARAMS,
     PIPELINE,
     STATISTICS,
+    ChunkWork,
     Kernels,
     StageLoad,
     Traffic,
+    Unit,
     compute_seconds,
     message_seconds,
     ranks_in_node,
@@ -38,9 +53,16 @@ ASSUMPTIONS = (
 )
 # Shown in addition if the stash has pages.
 STASH_ASSUMPTION = "copies to and from the stash's pages are not included; tools/plan_stash.py estimates them"
+# Shown in addition if passes run in pairs.
+PAIR_ASSUMPTION = (
+    "passes of a pair take turns on one stream, with equal layers; their exchanges of expert rows use one link"
+)
 # Messages of losses and norms count as messages of the optimizer.
 _SCALAR_PHASES = (AGREEMENT, STATISTICS)
 _PIPELINE_GROUP = "pp"
+_PHASES = {ActionKind.FORWARD: FORWARD, ActionKind.BACKWARD: BACKWARD}
+# Groups over which attention exchanges heads, by cp_comm_type.
+_HEAD_GROUPS = {"a2a": "cp", "a2a+p2p": "hcp_0"}
 _TERA = 1e12
 # Rounds of microbatches after which a schedule only repeats, until its end.
 _ROUNDS = 3
@@ -52,7 +74,11 @@ class Overlap:
 
     gradients, parameters: whether bucket reductions and gathers overlap. in_every_pass: phases (GRADS, PARAMS) that
     send messages in every microbatch, not only in the last or the first. transfers: whether transfers between stages
-    overlap. overlapped_by: maps a group to the kinds of modules that run during its messages.
+    overlap. overlapped_by: maps a group to the kinds of modules that run during its messages. head_groups: groups that
+    exchange heads in all-to-alls; those of other groups exchange rows of experts. holds_expert_grads, holds_grads:
+    whether weight gradients of experts, or of other modules, are computed during the next exchange of rows.
+    counts_rows: whether layers in pairs also hand over for row counts, see PassWork. recompute_in_turns: whether
+    recomputed forwards hand over, too.
     """
 
     gradients: bool = False
@@ -60,6 +86,11 @@ class Overlap:
     in_every_pass: frozenset[str] = frozenset()
     transfers: bool = True
     overlapped_by: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    head_groups: frozenset[str] = frozenset()
+    holds_expert_grads: bool = False
+    holds_grads: bool = False
+    counts_rows: bool = False
+    recompute_in_turns: bool = False
 
 
 @dataclass(frozen=True)
@@ -128,6 +159,7 @@ def run_time(plan: Plan, run_config: RunConfig, *, device: Device) -> StepTime |
         Pipeline(len(stages), len(stages[0].chunks)),
         plan.num_microbatches,
         group_size=run_config.transformer.microbatch_group_size_per_vp_stage,
+        paired=plan.has_pairs,
     )
     samples = plan.num_microbatches * run_config.training.micro_batch_size * run_config.launch.data_parallel_size
     return estimate_step(
@@ -153,6 +185,9 @@ def overlap_of(run_config: RunConfig) -> Overlap:
     elif transformer.cp_comm_type in ("a2a+p2p", ["a2a+p2p"]):
         # Only the ring overlaps; heads are exchanged before and after attention.
         overlapped_by["hcp_1"] = ("attention",)
+    # Whole layers draw random numbers only for dropout, and parts of MoE layers draw none.
+    is_full = transformer.recompute_granularity == "full"
+    kinds = {transformer.cp_comm_type_of_layer(number + 1) for number in range(transformer.num_layers)}
     in_every_pass: frozenset[str] = frozenset()
     if run_config.sharded_parameters.use_torch_fsdp2:
         # FSDP2 gathers units ahead of their layer, in both passes of each microbatch.
@@ -166,6 +201,11 @@ def overlap_of(run_config: RunConfig) -> Overlap:
         in_every_pass=in_every_pass,
         transfers=transformer.overlap_p2p_comm,
         overlapped_by=overlapped_by,
+        head_groups=frozenset(group for kind, group in _HEAD_GROUPS.items() if kind in kinds),
+        holds_expert_grads=transformer.delay_wgrad_compute or transformer.overlap_dispatch_backward_with_experts_wgrad,
+        holds_grads=transformer.delay_wgrad_compute,
+        counts_rows=transformer.delay_wgrad_compute and has_dynamic_rows(run_config),
+        recompute_in_turns=not (is_full and (transformer.attention_dropout or transformer.hidden_dropout)),
     )
 
 
@@ -196,14 +236,15 @@ def estimate_step(
     """
     pipeline = Pipeline(len(stages), len(stages[0].chunks))
     clocks = [
-        _StageClock(load, order, rates=_Rates(device, in_node), overlap=overlap)
+        StageClock(load, order, rates=Rates(device, in_node), overlap=overlap)
         for load, order in zip(stages, orders, strict=True)
     ]
-    free = timeline(orders, pipeline, seconds=lambda stage, action: clocks[stage].seconds(action))
+    free = timeline(orders, pipeline, seconds=lambda stage, step: clocks[stage].seconds(step))
     delays = [clock.gather_delays(spans) for clock, spans in zip(clocks, free)]
 
-    def seconds(stage: int, action: Action) -> float:
-        return clocks[stage].seconds(action) + delays[stage].get(action, 0.0)
+    def seconds(stage: int, step: Action | Pair) -> float:
+        # A chunk's first forward is never in a pair.
+        return clocks[stage].seconds(step) + (delays[stage].get(step, 0.0) if isinstance(step, Action) else 0.0)
 
     transfer = max(clock.transfer for clock in clocks)
     spans = timeline(orders, pipeline, seconds=seconds, transfer=transfer, overlap=overlap.transfers)
@@ -224,7 +265,7 @@ def _end(spans: Timeline) -> float:
 
 
 @dataclass(frozen=True)
-class _Rates:
+class Rates:
     """Computes the time of messages on a device. in_node: number of ranks of each group on one node."""
 
     device: Device
@@ -242,7 +283,8 @@ class _Pass:
     """Time of one pass of a chunk, in seconds.
 
     compute: all kernels. recompute: kernels of recomputed forwards, included in compute. exposed: messages that the
-    pass waits for. hidden: messages that overlap with the pass.
+    pass waits for. hidden: messages that overlap with the pass. rows_exposed: the part of exposed that exchanges rows
+    of experts.
     """
 
     compute: float
@@ -250,27 +292,47 @@ class _Pass:
     exposed: float
     hidden: float
     by_kind: Mapping[str, float]
+    rows_exposed: float = 0.0
+
+    def waiting_for_rows(self, seconds: float) -> "_Pass":
+        """Returns the pass with this time of row exchanges exposed, and the rest of them hidden."""
+        more = seconds - self.rows_exposed
+        return replace(self, exposed=self.exposed + more, hidden=self.hidden - more, rows_exposed=seconds)
 
 
-class _StageClock:
+class StageClock:
     """Computes the times of one rank of a stage: passes, waits for parameters, reductions, and the update."""
 
-    def __init__(self, load: StageLoad, order: Sequence[Action], *, rates: _Rates, overlap: Overlap) -> None:
+    def __init__(self, load: StageLoad, order: Order, *, rates: Rates, overlap: Overlap) -> None:
         self._load, self._order, self._rates, self._overlap = load, order, rates, overlap
+        self._passes = passes(order)
         self._reduction, self._reductions = self._phase(GRADS)
         self._gather, self._gathers = self._phase(PARAMS)
         sends = [one for one in load.traffic if _is_transfer(one) and one.count]
         self.transfer = max((rates.of_messages([one]) / one.count for one in sends), default=0.0)
-        self.passes = {kind: self._passes_of(kind) for kind in ActionKind}
+        self._messages = {kind: self._messages_of(kind) for kind in ActionKind}
+        self._alone = {kind: [self._pass_of(kind, chunk) for chunk in load.chunks] for kind in ActionKind}
+        if overlap.holds_expert_grads:
+            self._alone[ActionKind.BACKWARD] = [
+                one.waiting_for_rows(min(one.rows_exposed, *waits(self._backward_parts(number))))
+                for number, one in enumerate(self._alone[ActionKind.BACKWARD])
+            ]
+        pairs = {(step.backward.chunk, step.forward.chunk) for step in order if isinstance(step, Pair)}
+        self._in_turns = {chunks: self._pair_of(*chunks) for chunks in pairs}
         self._step = compute_seconds(load.update, rates.device)
         self._step_messages = self._phase(OPTIMIZER)[0] + sum(self._phase(phase)[0] for phase in _SCALAR_PHASES)
         self._late_gather = 0.0 if overlap.parameters or PARAMS in overlap.in_every_pass else self._gather
         self.update = self._step + self._step_messages + self._late_gather
 
-    def seconds(self, action: Action) -> float:
-        """Returns the time of a pass, excluding waits for parameters, in seconds."""
-        its = self.passes[action.kind][action.chunk]
-        return its.compute + its.exposed
+    def seconds(self, step: Action | Pair) -> float:
+        """Returns the time of a pass or of a pair, excluding waits for parameters, in seconds."""
+        return sum(one.compute + one.exposed for one in self._times(step))
+
+    def _times(self, step: Action | Pair) -> Sequence[_Pass]:
+        """Returns the times of the passes of a step, in their order."""
+        if isinstance(step, Pair):
+            return self._in_turns[step.backward.chunk, step.forward.chunk]
+        return (self._alone[step.kind][step.chunk],)
 
     def gather_delays(self, spans: Mapping[Action, Interval]) -> dict[Action, float]:
         """Returns the delay of each chunk's first pass by parameter gathers, in seconds."""
@@ -349,46 +411,141 @@ class _StageClock:
         buckets = max(1, count // chunks)
         return buckets, seconds / chunks / buckets
 
-    def _passes_of(self, kind: ActionKind) -> list[_Pass]:
-        phase = FORWARD if kind is ActionKind.FORWARD else BACKWARD
-        number = max(1, sum(action.kind is kind for action in self._order))
-        messages = [one for one in self._load.traffic if one.phase == phase and not _is_transfer(one)]
-        by_group: dict[str, float] = {}
-        for one in messages:
-            by_group[one.group] = by_group.get(one.group, 0.0) + self._rates.of_messages([one]) / number
-        found = []
-        for chunk in self._load.chunks:
-            again = chunk.recompute if kind is ActionKind.BACKWARD else Kernels()
-            by_kind = seconds_by_kind(
-                (chunk.forward if kind is ActionKind.FORWARD else chunk.backward) + again, self._rates.device
-            )
-            compute, hidden = sum(by_kind.values()), 0.0
-            for group, seconds in by_group.items():
-                hidden += min(seconds, sum(by_kind.get(one, 0.0) for one in self._overlap.overlapped_by.get(group, ())))
-            exposed = sum(by_group.values()) - hidden
-            streamed = self._streamed(kind, number)
-            hidden, exposed = hidden + min(streamed, compute), exposed + max(0.0, streamed - compute)
-            found.append(_Pass(compute, compute_seconds(again, self._rates.device), exposed, hidden, by_kind))
+    def _messages_of(self, kind: ActionKind) -> dict[tuple[str, bool], float]:
+        """Returns the time of a pass's messages, by group and by whether they exchange rows of experts."""
+        phase, found = _PHASES[kind], dict[tuple[str, bool], float]()
+        for one in self._load.traffic:
+            if one.phase == phase and not _is_transfer(one):
+                key = one.group, one.operation == "all-to-all" and one.group not in self._overlap.head_groups
+                found[key] = found.get(key, 0.0) + self._rates.of_messages([one]) / self._number_of(kind)
         return found
 
-    def _streamed(self, kind: ActionKind, number: int) -> float:
+    def _number_of(self, kind: ActionKind) -> int:
+        return max(1, sum(action.kind is kind for action in self._passes))
+
+    def _pass_of(self, kind: ActionKind, chunk: ChunkWork) -> _Pass:
+        """Returns the time of a pass that runs alone."""
+        is_forward, messages = kind is ActionKind.FORWARD, self._messages[kind]
+        again = Kernels() if is_forward else chunk.recompute
+        by_kind = seconds_by_kind((chunk.forward if is_forward else chunk.backward) + again, self._rates.device)
+        compute, hidden, rows_hidden = sum(by_kind.values()), 0.0, 0.0
+        for (group, exchanges_rows), seconds in messages.items():
+            covered = min(seconds, sum(by_kind.get(one, 0.0) for one in self._overlap.overlapped_by.get(group, ())))
+            hidden += covered
+            rows_hidden += covered if exchanges_rows else 0.0
+        exposed = sum(messages.values()) - hidden
+        streamed = self._streamed(kind)
+        return _Pass(
+            compute,
+            recompute=compute_seconds(again, self._rates.device),
+            exposed=exposed + max(0.0, streamed - compute),
+            hidden=hidden + min(streamed, compute),
+            by_kind=by_kind,
+            rows_exposed=self._rows(kind) - rows_hidden,
+        )
+
+    def _pair_of(self, backward: int, forward: int) -> tuple[_Pass, _Pass]:
+        """Returns the times of a backward and a forward that take turns. backward, forward: numbers of their chunks."""
+        own = waits(self._backward_parts(backward), self._forward_parts(forward))
+        alone = self._alone[ActionKind.BACKWARD][backward], self._alone[ActionKind.FORWARD][forward]
+        return alone[0].waiting_for_rows(own[0]), alone[1].waiting_for_rows(own[1])
+
+    def _forward_parts(self, number: int) -> list[Part]:
+        chunk, rows = self._load.chunks[number], self._rows(ActionKind.FORWARD)
+        work = self._work_of(chunk, chunk.forward, rows, others=self._others(ActionKind.FORWARD, number))
+        return forward_parts(work)
+
+    def _backward_parts(self, number: int) -> list[Part]:
+        chunk, rows = self._load.chunks[number], self._rows(ActionKind.BACKWARD)
+        others, again = self._others(ActionKind.BACKWARD, number), self._repeated_rows(chunk)
+        kernels = chunk.backward if again else chunk.backward + chunk.recompute
+        work = self._work_of(chunk, kernels, rows - again, others=others)
+        # Half of the products of a backward are weight gradients, the others gradients of their inputs.
+        experts = self._products(chunk.backward, of_experts=True) / 2 if self._overlap.holds_expert_grads else 0.0
+        rest = self._products(chunk.backward, of_experts=False) / 2 if self._overlap.holds_grads else 0.0
+        work = replace(
+            work,
+            experts=work.experts - experts,
+            rest=work.rest - rest,
+            held_experts=experts,
+            held_rest=rest,
+        )
+        if not again:
+            return backward_parts(work)
+        repeated = self._work_of(chunk, chunk.recompute, again, others=0.0)
+        return backward_parts(work, replace(repeated, hands_over=self._overlap.recompute_in_turns))
+
+    def _work_of(self, chunk: ChunkWork, kernels: Kernels, rows: float, *, others: float) -> PassWork:
+        """Returns the work of some kernels of a chunk. rows: exchanges of rows. others: other exposed messages."""
+        by_kind = seconds_by_kind(kernels, self._rates.device)
+        overlapped = {
+            kind
+            for (group, is_rows) in self._messages[ActionKind.FORWARD]
+            if is_rows
+            for kind in self._overlap.overlapped_by.get(group, ())
+        }
+        experts, first, last = (by_kind.pop(kind, 0.0) for kind in (EXPERTS, EMBEDDING, OUTPUT))
+        in_transit = sum(by_kind.pop(kind, 0.0) for kind in overlapped)
+        return PassWork(
+            max(1, chunk.expert_layers),
+            experts=experts,
+            rest=sum(by_kind.values()) + others,
+            exchanged=rows,
+            first=first,
+            last=last,
+            in_transit=in_transit,
+            counts_rows=self._overlap.counts_rows,
+        )
+
+    def _rows(self, kind: ActionKind) -> float:
+        """Returns the time of a pass's exchanges of rows."""
+        return sum(seconds for (_, exchanges_rows), seconds in self._messages[kind].items() if exchanges_rows)
+
+    def _others(self, kind: ActionKind, number: int) -> float:
+        """Returns the time for which a pass of a chunk waits for other messages than its exchanges of rows."""
+        return self._alone[kind][number].exposed - self._alone[kind][number].rows_exposed
+
+    def _repeated_rows(self, chunk: ChunkWork) -> float:
+        """Returns the time of a backward's exchanges of rows that belong to recomputed forwards of experts."""
+        again, before = (self._products(kernels, of_experts=True) for kernels in (chunk.recompute, chunk.forward))
+        return self._rows(ActionKind.FORWARD) * min(1.0, again / before) if again else 0.0
+
+    def _products(self, kernels: Kernels, *, of_experts: bool) -> float:
+        """Returns the time of the matrix multiplications of experts, or of the other modules between exchanges."""
+        ends = () if of_experts else (EMBEDDING, OUTPUT)
+        found = Kernels(
+            {
+                one: count
+                for one, count in kernels.items()
+                if one.unit is Unit.MATMUL and (one.kind == EXPERTS) == of_experts and one.kind not in ends
+            }
+        )
+        return compute_seconds(found, self._rates.device)
+
+    def _streamed(self, kind: ActionKind) -> float:
         """Returns the time of parameter gathers and gradient reductions that occur in every pass of a kind."""
         phases = self._overlap.in_every_pass
-        gathers = self._gather / len(self._order) if PARAMS in phases else 0.0
-        sums = self._reduction / number if GRADS in phases and kind is ActionKind.BACKWARD else 0.0
+        gathers = self._gather / len(self._passes) if PARAMS in phases else 0.0
+        is_reduced = GRADS in phases and kind is ActionKind.BACKWARD
+        sums = self._reduction / self._number_of(kind) if is_reduced else 0.0
         return gathers + sums
 
     def _sum(self, kind: ActionKind) -> _Pass:
-        passes = [self.passes[kind][action.chunk] for action in self._order if action.kind is kind]
+        its = [
+            time
+            for step in self._order
+            for action, time in zip(step.passes, self._times(step), strict=True)
+            if action.kind is kind
+        ]
         by_kind: dict[str, float] = {}
-        for one in passes:
+        for one in its:
             for name, seconds in one.by_kind.items():
                 by_kind[name] = by_kind.get(name, 0.0) + seconds
         return _Pass(
-            sum(one.compute for one in passes),
-            recompute=sum(one.recompute for one in passes),
-            exposed=sum(one.exposed for one in passes),
-            hidden=sum(one.hidden for one in passes),
+            sum(one.compute for one in its),
+            recompute=sum(one.recompute for one in its),
+            exposed=sum(one.exposed for one in its),
+            hidden=sum(one.hidden for one in its),
             by_kind=by_kind,
         )
 

@@ -10,7 +10,7 @@ disables this check, so that each unit's method is replaced.
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import repeat
@@ -24,7 +24,7 @@ from torch.distributed.fsdp import FSDPModule
 from megatron.core.device.torch_internals import TorchDispatchMode
 from megatron.core.group_collectives import Pending
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel.schedule import ActionKind, Pipeline, stage_orders
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, passes, stage_orders
 from megatron.core.pipeline_parallel.transfers import Post, Program, pipeline_programs
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.timers import Timers
@@ -36,7 +36,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import AsFusedKernels
-from megatron.planner.recorders import LiveBytes, MessageRecorder, WorkRecorder
+from megatron.planner.recorders import LiveBytes, MessageRecorder, PassBytes, TurnRecorder, WorkRecorder
 from megatron.planner.work import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, StageLoad, Traffic, merged
 from megatron.training.config import RunConfig
 from megatron.training.setup import setup_steps
@@ -49,13 +49,23 @@ _UPDATE = "update"
 
 
 @dataclass(frozen=True)
+class TurnTrace:
+    """Live bytes of the passes of one microbatch, turn by turn. Fields as in TurnRecorder, by pass of microbatch 0."""
+
+    passes: Mapping[Action, PassBytes]
+    messages: Mapping[Action, PassBytes]
+    rest: int
+
+
+@dataclass(frozen=True)
 class StepTrace:
     """Record of a rank's step, empty by default.
 
     names: names of the reported losses, which determine the size of the statistics exchange. peak: bytes allocated at
     the peak of the passes, in addition to persistent memory and including saved tensors, in a step of two microbatches,
     or of one if the run has only one. update_peak: bytes allocated at the peak of the update. messages_peak: largest
-    number of bytes that collectives hold at one time.
+    number of bytes that collectives hold at one time. turns: passes turn by turn; None if the run has no pairs. The
+    traced steps have no pairs.
     """
 
     load: StageLoad = field(default_factory=StageLoad)
@@ -63,6 +73,7 @@ class StepTrace:
     peak: int = 0
     update_peak: int = 0
     messages_peak: int = 0
+    turns: TurnTrace | None = None
 
 
 class _NamedStatistics(StatisticsExchange):
@@ -100,11 +111,12 @@ class _TracedMemory:
 
 @dataclass(frozen=True)
 class TracedSteps:
-    """Runs training steps on the meta device. statistics: records the names of losses."""
+    """Runs training steps on the meta device. statistics: records the names of losses. config: the model's."""
 
     steps: StepRunner
     optimizer: MegatronOptimizer
     statistics: _NamedStatistics
+    config: TransformerConfig
 
     def step(
         self,
@@ -113,13 +125,19 @@ class TracedSteps:
         batch: dict[str, Tensor],
         modes: Sequence[TorchDispatchMode],
         live: LiveBytes | None = None,
+        holds_grads: bool = False,
+        in_turns: bool = False,
     ) -> None:
         """Runs a step of num_microbatches equal microbatches under dispatch modes, of which the last is the innermost.
 
         batch: tensors [B, S], int64 or fp32, as in trace_step. live: a memory counter, entered as the innermost mode,
-        which counts the update as a separate part.
+        which counts the update as a separate part. holds_grads: whether weight gradients are computed during exchanges,
+        if the run does so; otherwise immediately, within the backward of their module. in_turns: whether passes hand
+        over, if the run has pairs. A step of one microbatch has no pairs.
         """
+        assert num_microbatches == 1 or not in_turns, "a pair runs on two threads, which recorders do not follow"
         with ExitStack() as entered:
+            entered.enter_context(_expert_overlap(self.config, holds_grads=holds_grads, in_turns=in_turns))
             for mode in (*modes, *([] if live is None else [live])):
                 entered.enter_context(mode)
             self.optimizer.zero_grad()
@@ -132,6 +150,22 @@ class TracedSteps:
             if live is not None:
                 live.begin(_UPDATE)
             self.steps.update_sync()
+
+
+@contextmanager
+def _expert_overlap(config: TransformerConfig, *, holds_grads: bool, in_turns: bool) -> Iterator[None]:
+    """Context in which exchanges of rows overlap only as selected, in steps that begin inside it."""
+    flags = {
+        "overlap_moe_expert_parallel_comm": in_turns,
+        "delay_wgrad_compute": holds_grads,
+        "overlap_dispatch_backward_with_experts_wgrad": holds_grads,
+    }
+    given = {name: getattr(config, name) for name in flags}
+    vars(config).update({name: given[name] and is_kept for name, is_kept in flags.items()})
+    try:
+        yield
+    finally:
+        vars(config).update(given)
 
 
 def trace_step(
@@ -149,7 +183,7 @@ def trace_step(
     model: the rank's wrapped chunks, on the meta device. batch: one microbatch in the format of forward_step, meta
     tensors [B, S], int64 or fp32.
     """
-    recorder, live = MessageRecorder(groups), LiveBytes()
+    recorder, live, turns = MessageRecorder(groups), LiveBytes(), TurnRecorder()
     work = WorkRecorder(model, live_rows=live_rows(model, run_config))
     with traced_steps(
         run_config, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
@@ -159,22 +193,39 @@ def trace_step(
             traced.step(1, batch=batch, modes=[recorder])
         recorder.take()
         is_short = num_microbatches == 1
-        traced.step(1, batch=batch, modes=[recorder], live=live if is_short else None)
+        traced.step(1, batch=batch, modes=[recorder], live=live if is_short else None, holds_grads=True)
         one = recorder.take()
-        traced.step(2, batch=batch, modes=[recorder], live=None if is_short else live)
+        traced.step(2, batch=batch, modes=[recorder], live=None if is_short else live, holds_grads=True)
         two = recorder.take()
+        paired = traced.config.overlap_moe_expert_parallel_comm
+        if paired:
+            traced.step(1, batch=batch, modes=[], live=turns, holds_grads=True, in_turns=True)
     pipeline, stage = Pipeline(group_size(groups.pp), len(model)), group_rank(groups.pp)
     round_size = get_model_config(model[0]).microbatch_group_size_per_vp_stage
-    passes = stage_orders(pipeline, 1, group_size=round_size)[stage]
-    program = pipeline_programs(pipeline, num_microbatches, group_size=round_size)[stage]
+    of_one = passes(stage_orders(pipeline, 1, group_size=round_size)[stage])
+    program = pipeline_programs(pipeline, num_microbatches, group_size=round_size, paired=paired)[stage]
     traffic = by_pass(_extrapolated(one, two, num_microbatches=num_microbatches), program)
+    experts = [sum(isinstance(part, MoELayer) for part in chunk.modules()) for chunk in model]
+    chunks = tuple(
+        replace(chunk, expert_layers=number) for chunk, number in zip(work.chunks(of_one), experts, strict=True)
+    )
     return StepTrace(
-        StageLoad(work.chunks(passes), merged(traffic), work.update),
+        StageLoad(chunks, merged(traffic), work.update),
         frozenset(traced.statistics.found),
         peak=live.peaks[""],
         update_peak=live.peaks[_UPDATE],
         messages_peak=live.messages_peak,
+        turns=_turn_trace(turns, of_one, expert_layers=experts) if paired else None,
     )
+
+
+def _turn_trace(turns: TurnRecorder, actions: Sequence[Action], *, expert_layers: Sequence[int]) -> TurnTrace:
+    """Returns the recorded passes of a step. actions: its passes. expert_layers: numbers of such layers by chunk."""
+    found = dict(zip(actions, turns.passes, strict=True))
+    for action, recorded in found.items():
+        has_turns = len(recorded.turns) > 1
+        assert has_turns == (expert_layers[action.chunk] > 0), f"{action} hands over in layers with experts"
+    return TurnTrace(found, dict(zip(actions, turns.messages, strict=True)), turns.rest)
 
 
 def live_rows(model: Iterable[nn.Module], run_config: RunConfig) -> float:
@@ -228,7 +279,7 @@ def traced_steps(
     _run_fsdp_on_meta(model)
     _route_evenly(run_config, layers, groups=groups)
     with NoValues(_even_share(config, layers, groups=groups)), AsFusedKernels(note):
-        yield TracedSteps(steps, optimizer, statistics)
+        yield TracedSteps(steps, optimizer, statistics, get_model_config(model[0]))
 
 
 def _run_fsdp_on_meta(model: Sequence[nn.Module]) -> None:

@@ -30,17 +30,20 @@ FORWARD, BACKWARD, PIPELINE, GRADS, PARAMS, OPTIMIZER, AGREEMENT, STATISTICS, OT
     "statistics",
     "other",
 )
-EXPERTS, REST = "experts", "norms and residuals"
+EXPERTS, OUTPUT, REST = "experts", "output and loss", "norms and residuals"
+# EMBEDDING also names a part of a model chunk, as do END and "layer N".
+EMBEDDING, END = "embedding", "end"
 # The first pattern that matches a module's name determines the kind of its kernels and saved tensors.
 _KINDS = (
     (re.compile(r"\b(self|cross)_attention\b"), "attention"),
     (re.compile(r"\bshared_experts\b"), "shared experts"),
-    (re.compile(r"\bexperts\b"), "experts"),
+    (re.compile(r"\bexperts\b"), EXPERTS),
     (re.compile(r"\brouter\b"), "router"),
     (re.compile(r"\bmlp\b"), "feed-forward"),
-    (re.compile(r"\bembedding\b"), "embedding"),
-    (re.compile(r"\boutput_layer\b"), "output and loss"),
+    (re.compile(r"\bembedding\b"), EMBEDDING),
+    (re.compile(r"\boutput_layer\b"), OUTPUT),
 )
+_LAYER = re.compile(r"\bdecoder\.layers\.(\d+)\b")
 # In a ring of n ranks, each rank sends and receives share * (n - 1) / n of the payload.
 RING_SHARES = {"all-reduce": 2, "all-gather": 1, "reduce-scatter": 1, "all-to-all": 1}
 _GIGA, _TERA, _MICRO = 1e9, 1e12, 1e-6
@@ -79,11 +82,15 @@ Kernels = Counter[Kernel]
 
 @dataclass(frozen=True)
 class ChunkWork:
-    """Kernels of one microbatch in one model chunk. recompute: forward kernels repeated in backward."""
+    """Kernels of one microbatch in one model chunk.
+
+    recompute: forward kernels repeated in backward. expert_layers: number of layers with experts.
+    """
 
     forward: Kernels
     backward: Kernels
     recompute: Kernels = field(default_factory=Kernels)
+    expert_layers: int = 0
 
 
 @dataclass(frozen=True)
@@ -119,6 +126,28 @@ class StageLoad:
 def kind_of_module(name: str) -> str:
     """Maps a module's name to its kind, by which kernels and activations are grouped."""
     return next((kind for pattern, kind in _KINDS if pattern.search(name)), REST)
+
+
+def part_of_name(name: str) -> str | None:
+    """Returns the part that contains the module or tensor with this name, or None for names outside all parts."""
+    layer = _LAYER.search(name)
+    if layer is not None:
+        return f"layer {layer[1]}"
+    if re.search(r"\bembedding\b", name):
+        return EMBEDDING
+    return END if re.search(r"\b(mtp|final_layernorm|output_layer)\b", name) else None
+
+
+def part_at(name: str, entered: int, *, layers: Sequence[str]) -> str:
+    """Returns the part that is active while the module `name` runs and after `entered` layers have started.
+
+    name: "" outside all modules. layers: the parts of all layers, in order.
+    """
+    part = part_of_name(name)
+    if part is None:
+        return layers[entered] if entered < len(layers) else END
+    # Multi-token prediction embeds tokens after the layers.
+    return END if part == EMBEDDING and entered else part
 
 
 def kernel_seconds(kernel: Kernel, device: Device) -> float:

@@ -304,6 +304,7 @@ def _third_step(run: TrainingRun) -> dict[str, Any]:
         Pipeline(group_size(run.groups.pp), len(run.model)),
         run.num_microbatches,
         group_size=config.microbatch_group_size_per_vp_stage,
+        paired=config.overlap_moe_expert_parallel_comm,
     )[group_rank(run.groups.pp)]
     return {
         "links": merged(by_pass(recorder.take(), program)),

@@ -25,7 +25,7 @@ from megatron.planner.plan import (
     pipeline_number_of,
 )
 from megatron.planner.report import links_lines, plan_document, print_plan, time_lines, write_plan
-from megatron.planner.step_time import STASH_ASSUMPTION, run_time
+from megatron.planner.step_time import PAIR_ASSUMPTION, STASH_ASSUMPTION, run_time
 from megatron.planner.work import ChunkWork, Kernel, Kernels, StageLoad, Traffic, Unit
 from megatron.training.arguments import read_run_config
 from megatron.training.command_line.errors import CommandLineError
@@ -212,6 +212,16 @@ def test_long_schedules_are_drawn_from_their_beginning() -> None:
     assert "Shows the first 1000 of 12000 passes of each stage." in page(document)
 
 
+@pytest.mark.slow
+def test_passes_of_a_pair_are_drawn_in_one_interval() -> None:
+    document = _document()
+    alone = page(document)
+    for passes in document["schedule"]:
+        passes[4][3:] = passes[5][3:] = [passes[4][3], passes[5][4]]
+    drawn = page(document)
+    assert "with the pass that takes turns" not in alone and drawn.count("with the pass that takes turns") == 8
+
+
 def test_lines_split_a_step_by_cause() -> None:
     plan, run_config, device = _plan(4), _run_config(4), planned_device({})
     step = run_time(plan, run_config, device=device)
@@ -224,6 +234,7 @@ def test_lines_split_a_step_by_cause() -> None:
     no_pages = [replace(stage, memory=replace(stage.memory, pages=PoolBytes())) for stage in plan.stages]
     without = replace(plan, stages=no_pages)
     assert time_lines(step, without) == [first, split, passes, *assumed[:-1]]
+    assert time_lines(step, replace(plan, has_pairs=True))[-1] == f"assumed: {PAIR_ASSUMPTION}"
     untrained = replace(plan, stages=[replace(stage, load=replace(stage.load, chunks=())) for stage in plan.stages])
     assert run_time(untrained, run_config, device=device) is None
     text = page(plan_document(untrained, run_config, device=device, step=None, fit=fit_of(untrained, device)))

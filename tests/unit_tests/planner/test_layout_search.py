@@ -1,5 +1,6 @@
 """Step times computed from single layers, compared with dry runs of the same layouts."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from megatron.planner.layer_costs import layer_kinds
 from megatron.planner.layout_search import LayoutCosts
 from megatron.planner.layout_space import Experts, Request, Sharding, layer_flops, read_request
 from megatron.planner.plan import plan_run
+from megatron.planner.report import pair_line
 from megatron.planner.step_time import run_time
 from megatron.training.arguments import read_run_config
 from megatron.training.command_line.errors import CommandLineError
@@ -90,6 +92,23 @@ def test_a_zero_2_layout_is_estimated_as_it_is_measured() -> None:
     about, planned = costs.cost(layout, limit=1 << 40), costs.advice(layout)
     assert about is not None and planned is not None
     assert about.seconds == pytest.approx(planned.time.seconds, rel=0.1)
+
+
+def test_a_layout_with_pairs_tells_what_they_gain() -> None:
+    device = _device()
+    words = f"--num-experts 16 {EXPERTS} 16 {PIPE} 1 --micro-batch-size 1 --overlap-moe-expert-parallel-comm {ZERO_1}"
+    given = ["--model", *MIXTURE, *FLAGS.split(), *words.split()]
+    request = read_request(given, world_size=RANKS, devices_per_node=device.devices_per_node)
+    costs = _costs(request, device)
+    layout = next(iter(request.space.layouts()))
+    about, advice = costs.cost(layout, limit=1 << 40), costs.advice(layout)
+    assert advice is not None, costs.last_refusal
+    assert advice.alone is not None and advice.time.seconds < 0.95 * advice.alone.seconds
+    assert about is not None and about.seconds == pytest.approx(advice.time.seconds, rel=0.1)
+    line = pair_line(advice)
+    assert line is not None and re.fullmatch(
+        r"passes in turns: (\S+ m?s a step, \S+% exposed(; without pairs: )?){2}", line
+    )
 
 
 def test_levels_of_context_parallelism_are_refused_by_name() -> None:

@@ -1,6 +1,5 @@
 """Plans of runs: saved tensors, peaks of schedules, printed lines. tests/distributed/test_dry_run.py compares runs."""
 
-from collections import Counter
 from unittest.mock import patch
 
 import pytest
@@ -8,9 +7,9 @@ import torch
 from torch import nn
 
 from megatron.core.pipeline_parallel.schedule import one_forward_one_backward
-from megatron.planner.activations import SavedBytes, peak_bytes
+from megatron.planner.activations import ChunkSaved, SavedBytes, peak_bytes
 from megatron.planner.plan import with_planned_device
-from megatron.planner.work import EXPERTS
+from megatron.planner.work import END, EXPERTS
 from megatron.training.arguments import parse_args, read_run_config, validate_args
 from megatron.training.command_line.errors import CommandLineError
 from tests.functional_tests.case import Flags, command_line, read_bases
@@ -30,7 +29,7 @@ def test_tensors_freed_before_backward_are_not_counted() -> None:
 
 
 def test_a_peak_follows_the_schedule() -> None:
-    of_one = [Counter(attention=3, experts=4)]
+    of_one = [ChunkSaved({END: {"attention": 3, "experts": 4}})]
     assert peak_bytes(one_forward_one_backward(0, 1, num_microbatches=5), of_one) == {"attention": 3, "experts": 4}
     for stage in range(4):
         actions = one_forward_one_backward(stage, 4, num_microbatches=6)

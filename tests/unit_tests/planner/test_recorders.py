@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import nn
 
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.planner.plan import buffer_layouts
-from megatron.planner.recorders import LiveBytes
+from megatron.planner.recorders import LiveBytes, PassBytes, TurnBytes, TurnRecorder
 from megatron.planner.work import Traffic, link_bytes, merged
 from tests.functional_tests.case import Flags
 from tests.unit_tests.planner.plans import planned
@@ -52,6 +53,44 @@ def test_live_bytes_count_from_allocation_to_the_last_tensor() -> None:
         del second, third
         given.mul_(2)
     assert live.peaks == {"": 2 * 400} and live.messages_peak == 0
+
+
+def test_turns_of_passes_exclude_what_is_live_before_a_forward_or_after_a_backward() -> None:
+    saved: list[torch.Tensor] = []
+
+    def empty(num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta")
+
+    @trace_range("PassTurns.hand_over")
+    def hand_over() -> None:
+        pass
+
+    @trace_range("ScheduleRunner._forward")
+    def forward() -> None:
+        saved.append(empty(10))
+        sent = empty(5)
+        hand_over()
+        del sent
+        saved.append(empty(3))
+
+    @trace_range("ScheduleRunner._backward")
+    def backward() -> None:
+        gradient = empty(2)
+        saved.pop()
+        hand_over()
+        saved.pop()
+        del gradient
+
+    with TurnRecorder() as recorder:
+        persistent = empty(100)
+        forward()
+        backward()
+    assert recorder.passes == [
+        PassBytes(0, (TurnBytes(15, 15), TurnBytes(15, 13))),
+        PassBytes(13, (TurnBytes(15, 12), TurnBytes(12, 0))),
+    ]
+    assert recorder.rest == persistent.nbytes == 100
+    assert recorder.messages == [PassBytes(0, (TurnBytes(0, 0),) * 2)] * 2
 
 
 @pytest.mark.slow

@@ -6,12 +6,13 @@ from dataclasses import astuple
 import pytest
 
 import pretrain_gpt
-from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
-from megatron.planner.activations import peak_bytes
+from megatron.core.pipeline_parallel.schedule import Pair, Pipeline, stage_orders
+from megatron.planner.activations import ChunkSaved, fullest, peak_bytes
 from megatron.planner.layer_costs import measure_memory
 from megatron.planner.layout_space import Layout, Recompute, Space
 from megatron.planner.plan import plan_run
 from megatron.planner.stage_costs import fullest_moments, quick_stages
+from megatron.planner.work import END
 from megatron.training.arguments import parse_args, read_run_config, validate_args
 from megatron.training.command_line.errors import CommandLineError
 from tests.counts import long_count, soak_only
@@ -116,16 +117,17 @@ def test_offloaded_states_add_up_to_stages(flags: str) -> None:
     )
 
 
+@pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize("num_microbatches", [3, 8, 41])
-def test_a_short_step_has_the_peak_of_the_long_one(chunks: int, num_microbatches: int) -> None:
+def test_a_short_step_has_the_peak_of_the_long_one(chunks: int, num_microbatches: int, paired: bool) -> None:
     pipeline = Pipeline(4, chunks)
     sizes = [{"a": 7, "b": 1}, {"a": 2, "b": 5}, {"a": 3, "b": 0}][:chunks]
-    for stage, order in enumerate(stage_orders(pipeline, num_microbatches)):
-        moments = fullest_moments(pipeline, stage, num_microbatches=num_microbatches, group_size=None)
-        peak = peak_bytes(order, sizes)
-        sums = [sum(count * sum(kinds.values()) for count, kinds in zip(one, sizes)) for one in moments]
-        assert max(sums) == sum(peak.values())
+    saved = [ChunkSaved({"layer 0": own, "layer 1": own, END: {"a": 1}}, {"layer 0": 1, "layer 1": 1}) for own in sizes]
+    for stage, order in enumerate(stage_orders(pipeline, num_microbatches, paired=paired)):
+        moments = fullest_moments(pipeline, stage, num_microbatches=num_microbatches, group_size=None, paired=paired)
+        assert fullest(moments, saved) == peak_bytes(order, saved)
+        assert any(one.pair is not None for one in moments) == any(isinstance(step, Pair) for step in order)
 
 
 def test_unsupported_optimizers_are_refused() -> None:

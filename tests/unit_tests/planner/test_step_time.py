@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.block_scaled.format import BlockFormat
-from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
+from megatron.core.pipeline_parallel.schedule import Pipeline, passes, stage_orders
+from megatron.planner.pair_time import PassWork, backward_parts, forward_parts, waits
 from megatron.planner.step_time import Overlap, StepTime, estimate_step, overlap_of
 from megatron.planner.work import (
     GRADS,
@@ -59,9 +60,14 @@ def _stage(
 
 
 def _step(
-    stages: list[StageLoad], microbatches: int, *, overlap: Overlap | None = None, in_node: dict[str, int] | None = None
+    stages: list[StageLoad],
+    microbatches: int,
+    *,
+    overlap: Overlap | None = None,
+    in_node: dict[str, int] | None = None,
+    paired: bool = False,
 ) -> StepTime:
-    orders = stage_orders(Pipeline(len(stages), len(stages[0].chunks)), microbatches)
+    orders = stage_orders(Pipeline(len(stages), len(stages[0].chunks)), microbatches, paired=paired)
     return estimate_step(
         stages,
         orders,
@@ -262,4 +268,84 @@ def test_nodes_hold_consecutive_ranks() -> None:
 def test_spans_are_the_times_of_passes() -> None:
     (spans,) = _step([_stage()], 2).spans
     (order,) = stage_orders(Pipeline(1), 2)
-    assert [tuple(spans[action]) for action in order] == [(0, 1), (1, 3), (3, 4), (4, 6)]
+    assert [tuple(spans[action]) for action in passes(order)] == [(0, 1), (1, 3), (3, 4), (4, 6)]
+
+
+def _mixture(microbatches: int, message: float) -> StageLoad:
+    """Returns a stage with 2 layers with experts. message: seconds of each exchange of rows.
+
+    Per layer, attention and experts take half a second each in forward, and a second each in backward.
+    """
+    forward, backward = _seconds(1.0) + _seconds(1.0, "experts"), _seconds(2.0) + _seconds(2.0, "experts")
+    # Half of the bytes cross the link, at 10^9 per second.
+    traffic = tuple(
+        Traffic("ep", 2, "all-to-all", phase, 4 * microbatches, round(4 * microbatches * message * 2e9))
+        for phase in ("forward", "backward")
+    )
+    return StageLoad((ChunkWork(forward, backward, expert_layers=2),), traffic)
+
+
+def test_without_messages_pairs_take_as_long_as_their_passes() -> None:
+    for stages in (1, 4):
+        loads = [_mixture(8, 0.0)] * stages
+        step = _step(loads, 8, paired=True)
+        assert step.seconds == _step(loads, 8).seconds == 6.0 * (8 + stages - 1) and _adds_up(step)
+
+
+def test_exchanges_below_the_cover_are_exposed_only_outside_of_pairs() -> None:
+    step = _step([_mixture(5, 0.4)], 5, paired=True)
+    # The first forward and the last backward run alone.
+    (stage,) = step.stages
+    assert (stage.exposed["forward"], stage.exposed["backward"]) == pytest.approx((4 * 0.4, 4 * 0.4))
+    assert stage.hidden == pytest.approx(4 * 8 * 0.4) and step.seconds == pytest.approx(5 * 6.0 + 8 * 0.4)
+    assert _adds_up(step) and _step([_mixture(5, 0.4)], 5).seconds == pytest.approx(5 * (6.0 + 8 * 0.4))
+
+
+def test_longer_exchanges_expose_the_rest() -> None:
+    step = _step([_mixture(3, 1.7)], 3, paired=True)
+    forward = PassWork(2, experts=1.0, rest=1.0, exchanged=4 * 1.7)
+    backward = PassWork(2, experts=2.0, rest=2.0, exchanged=4 * 1.7)
+    exposed = sum(waits(backward_parts(backward), forward_parts(forward)))
+    assert 0 < exposed < 8 * 1.7
+    assert step.seconds == pytest.approx(3 * 6.0 + 2 * exposed + 8 * 1.7) and _adds_up(step)
+    # Other messages of a pair, which it waits for, cover exchanges as computation does.
+    others = (Traffic("tp", 2, "all-gather", "backward", 3, 6_000_000_000),)
+    load = _mixture(3, 1.7)
+    both = _step([replace(load, traffic=load.traffic + others)], 3, paired=True)
+    assert step.seconds < both.seconds < step.seconds + 3.0 and _adds_up(both)
+
+
+def test_weight_gradients_of_experts_cover_the_gradients_of_dispatch_in_passes_that_run_alone() -> None:
+    overlap = Overlap(holds_expert_grads=True)
+    # Half of the products of experts in backward, half a second per layer.
+    step = _step([_mixture(1, 0.7)], 1, overlap=overlap)
+    assert step.stages[0].exposed["backward"] == pytest.approx(2 * (0.7 + 0.7 - 0.5))
+    assert step.stages[0].exposed["forward"] == pytest.approx(4 * 0.7) and _adds_up(step)
+    # With those of all modules, the products of attention cover the gradients of combine.
+    step = _step([_mixture(1, 0.7)], 1, overlap=replace(overlap, holds_grads=True))
+    assert step.stages[0].exposed["backward"] == pytest.approx(4 * (0.7 - 0.5))
+
+
+def test_exchanges_of_heads_are_not_exchanges_of_rows() -> None:
+    load = _mixture(3, 0.0)
+    traffic = (Traffic("cp", 2, "all-to-all", "forward", 3, 6_000_000_000),)
+    stages = [replace(load, traffic=traffic)]
+    step = _step(stages, 3, paired=True, overlap=Overlap(head_groups=frozenset(("cp",))))
+    assert step.stages[0].exposed["forward"] == pytest.approx(3.0)
+    assert _step(stages, 3, paired=True).stages[0].exposed["forward"] < 3.0
+
+
+def test_flags_select_what_overlaps_with_exchanges_of_rows() -> None:
+    words = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32"
+    words += " --num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall"
+    words += " --overlap-moe-expert-parallel-comm"
+    heads = "--context-parallel-size 2 --cp-comm-type a2a --attention-dropout 0"
+    full = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    found = {
+        flags: overlap_of(run_config_of(parse_args(argv=[*words.split(), *flags.split()])))
+        for flags in ("--delay-wgrad-compute", "--overlap-dispatch-backward-with-experts-wgrad", heads, full)
+    }
+    held = [(one.holds_expert_grads, one.holds_grads, one.counts_rows) for one in found.values()]
+    assert held == [(True, True, True), (True, False, False), (False, False, False), (False, False, False)]
+    assert found[heads].head_groups == {"cp"} and not found[full].head_groups
+    assert found[heads].recompute_in_turns and not found[full].recompute_in_turns
