@@ -31,6 +31,7 @@ from typing import Any
 import torch
 
 from megatron.core.device import ThreadSettings
+from megatron.core.device.trace_ranges import trace_range
 from megatron.core.tensor_parallel.random import redraws_numbers
 
 
@@ -81,6 +82,7 @@ class PassTurns:
             wait([other])
         other.result()
 
+    @trace_range("PassTurns.hand_over")
     def hand_over(self) -> None:
         """Lets the other pass of a running pair continue, and returns when it hands over or ends.
 

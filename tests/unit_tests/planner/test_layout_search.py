@@ -40,6 +40,7 @@ LAYOUTS = [
     (DENSE, f"--context-parallel-size 2 {PIPE} 4 --micro-batch-size 1"),
     (MIXTURE, f"{TENSOR} --expert-tensor-parallel-size 2 {EXPERTS} 4 {PIPE} 2 --micro-batch-size 1 {ZERO_1}"),
     (MIXTURE, f"{EXPERTS} 8 --micro-batch-size 1 {PIPE} 2 {PAGED} {ZERO_1}"),
+    (MIXTURE, f"{EXPERTS} 8 --micro-batch-size 1 {PIPE} 2 --overlap-moe-expert-parallel-comm {ZERO_1}"),
     (LATENT, f"{EXPERTS} 4 --micro-batch-size 1 {PIPE} 2 --pipeline-model-parallel-layout Ettt|tL {ZERO_1}"),
 ]
 

@@ -80,7 +80,13 @@ def test_memory_of_layers_adds_up_to_stages(model: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
-    ["", "--moe-paged-stash --moe-paged-stash-compute pages", "--moe-paged-stash --moe-paged-stash-dtype mxfp8"],
+    [
+        "",
+        "--moe-paged-stash --moe-paged-stash-compute pages",
+        "--moe-paged-stash --moe-paged-stash-dtype mxfp8",
+        "--overlap-moe-expert-parallel-comm",
+        "--overlap-moe-expert-parallel-comm --moe-paged-stash",
+    ],
 )
 @pytest.mark.parametrize("ends", [(1, 1), (3, 0)])
 def test_memory_of_layers_in_two_precisions_adds_up_to_stages(flags: str, ends: tuple[int, int]) -> None:
