@@ -53,7 +53,7 @@ from megatron.core.device.streams import (
     seconds_between,
     synchronize,
 )
-from megatron.core.device.threads import ThreadSettings, inherited_by_threads
+from megatron.core.device.threads import DelegateThread, ThreadSettings, inherited_by_threads
 
 __all__ = [
     "Arrival",
@@ -62,6 +62,7 @@ __all__ = [
     "CudaGraphs",
     "CudaRNGStatesTracker",
     "DATA_PARALLEL_RNG",
+    "DelegateThread",
     "EXPERT_PARALLEL_RNG",
     "LaunchError",
     "MODEL_PARALLEL_RNG",

@@ -1,9 +1,11 @@
-"""Settings that torch keeps for each thread, passed on to another thread that computes on its behalf."""
+"""Threads that compute on behalf of another one, and the settings that torch keeps for each thread."""
 
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from contextvars import ContextVar, copy_context
+from functools import partial
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -45,9 +47,9 @@ class ThreadSettings:
         if torch.is_autocast_enabled(self._kind):
             self._autocast = torch.get_autocast_dtype(self._kind), torch.is_autocast_cache_enabled()
 
-    def submit(self, function: Callable[[], Any], executor: ThreadPoolExecutor) -> Future[Any]:
-        """Calls function() with these settings on a thread of the executor, while the caller waits for its turn."""
-        return executor.submit(self._context.run, self._run, function)
+    def run(self, function: Callable[[], Any]) -> Any:
+        """Returns function(), called with these settings on the current thread."""
+        return self._context.run(self._run, function)
 
     def _run(self, function: Callable[[], Any]) -> Any:
         with ExitStack() as stack:
@@ -64,3 +66,43 @@ class ThreadSettings:
             for enter in _INHERITED.get():
                 stack.enter_context(enter())
             return function()
+
+
+class DelegateThread:
+    """A thread that calls functions on behalf of others, one after the other. It starts with the first call.
+
+    An interrupt in the thread of a caller never blocks it: SimpleQueue is written in C, whereas executors and
+    semaphores are written in Python, and an interrupt inside them could leave their locks held.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._thread = Thread(target=self._run, name=name, daemon=True)
+        self._functions: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+
+    def submit(self, function: Callable[[], None]) -> Callable[[], None]:
+        """Calls function() on the thread. Returns a function that waits until the call has ended.
+
+        function must not raise errors.
+        """
+        if self._thread.ident is None:
+            self._thread.start()
+        ended: SimpleQueue[None] = SimpleQueue()
+        self._functions.put(partial(_call, function, ended))
+        return ended.get
+
+    def close(self) -> None:
+        """Ends the thread after the functions that it was given."""
+        self._functions.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (function := self._functions.get()) is not None:
+            function()
+            # The next one may come much later.
+            del function
+
+
+def _call(function: Callable[[], None], ended: SimpleQueue[None]) -> None:
+    function()
+    ended.put(None)

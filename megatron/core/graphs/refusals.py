@@ -335,7 +335,7 @@ _OF_STATES = frozenset("manual_seed seed initial_seed get_state set_state get_of
 # A function that accesses only the CPU's state bytes, and on a GPU exchanges registered state objects.
 GRAPH_SAFE_STATES = "megatron.core.device.rng.RandomStream.drawn"
 # A function that starts work on another thread and waits for it, so that a graph contains it.
-WORK_OF_THREADS = "megatron.core.device.threads.ThreadSettings.submit"
+WORK_OF_THREADS = "megatron.core.device.threads.DelegateThread.submit"
 # The wrapper of functions that run on the CPU alone.
 ON_CPU_ALONE = "megatron.core.device.current.cpu_alone.<locals>.run_on_cpu_alone"
 

@@ -24,13 +24,12 @@ of random-number generators keeps its turn until it ends.
 import enum
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
-from typing import Any
+from queue import SimpleQueue
 
 import torch
 
-from megatron.core.device import ThreadSettings
+from megatron.core.device import DelegateThread, ThreadSettings
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.tensor_parallel.random import redraws_numbers
 
@@ -50,37 +49,38 @@ class PassTurns:
     """Runs pairs of passes in turns. See [Note: turns]. `close` ends its thread."""
 
     def __init__(self) -> None:
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="backward of a pair")
-        # Of the pair that is running: the passes that have not ended, and one gate for each.
+        self._thread = DelegateThread("backward of a pair")
+        # Of the pair that is running: the passes that have not ended, the turns given to each, and the first error.
         self._running: set[Role] = set()
-        self._gates: dict[Role, threading.Semaphore] = {}
+        self._turns: dict[Role, SimpleQueue[None]] = {}
+        self._error: BaseException | None = None
         self._forward_thread = 0
-        self._is_failed = False
 
     def close(self) -> None:
         """Ends the thread."""
-        self._worker.shutdown()
+        # An interrupt may have left a backward that waits for its turn.
+        self._end(set(self._running), PairAborted("the pair was closed"))
+        self._thread.close()
 
     def run_pair(self, backward: Callable[[], None], forward: Callable[[], None]) -> None:
         """Runs both functions, the backward on the other thread, until both have ended.
 
-        If one of them raises, the other ends with PairAborted when it is its turn, and the error is raised here.
+        If one of them raises, the other ends with PairAborted when it is its turn. The first error is raised here.
         """
-        self._running, self._is_failed = set(Role), False
-        self._gates = {role: threading.Semaphore(0) for role in Role}
+        self._running, self._error = set(Role), None
+        self._turns = {role: SimpleQueue() for role in Role}
         self._forward_thread = threading.get_ident()
-        other = ThreadSettings().submit(
-            partial(self._run, Role.BACKWARD, partial(_on_this_thread, backward)), self._worker
-        )
-        try:
-            self._run(Role.FORWARD, partial(self._at_first_turn, forward))
-        except PairAborted:
-            other.result()  # raises the error
-            raise
-        finally:
-            # Nothing of the pair runs any longer when the caller handles an error.
-            wait([other])
-        other.result()
+        settings, on_this_thread = ThreadSettings(), partial(_on_this_thread, backward)
+        wait = self._thread.submit(partial(self._run, Role.BACKWARD, partial(settings.run, on_this_thread)))
+        self._run(Role.FORWARD, partial(self._at_first_turn, forward))
+        # Nothing of the pair may run any longer when the caller handles an error.
+        wait()
+        error, self._error = self._error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # which references this frame
 
     @trace_range("PassTurns.hand_over")
     def hand_over(self) -> None:
@@ -94,28 +94,35 @@ class PassTurns:
         is_forward = threading.get_ident() == self._forward_thread
         role, other = (Role.FORWARD, Role.BACKWARD) if is_forward else (Role.BACKWARD, Role.FORWARD)
         if other in self._running:
-            self._gates[other].release()
-            self._gates[role].acquire()
+            self._turns[other].put(None)
+            self._turns[role].get()
         self._check(role)
 
     def _at_first_turn(self, forward: Callable[[], None]) -> None:
-        self._gates[Role.FORWARD].acquire()
+        self._turns[Role.FORWARD].get()
         self._check(Role.FORWARD)
         forward()
 
-    def _run(self, role: Role, run: Callable[[], Any]) -> None:
-        has_succeeded = False
+    def _run(self, role: Role, run: Callable[[], None]) -> None:
+        """Runs a pass, and records its error instead of raising it."""
+        error = None
         try:
             run()
-            has_succeeded = True
+        except BaseException as raised:
+            error = raised
         finally:
-            self._is_failed = self._is_failed or not has_succeeded
-            self._running.discard(role)
-            for other in self._running:
-                self._gates[other].release()
+            self._end({role}, error)
+            del error
+
+    def _end(self, roles: set[Role], error: BaseException | None) -> None:
+        """Records that passes have ended, and lets the other pass continue, which fails if there is an error."""
+        self._error = self._error or error
+        self._running -= roles
+        for turns in self._turns.values():
+            turns.put(None)
 
     def _check(self, role: Role) -> None:
-        if self._is_failed:
+        if self._error is not None:
             raise PairAborted(f"the {role.value} pass of a pair was aborted, because the other pass has failed")
 
 
