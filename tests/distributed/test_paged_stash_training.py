@@ -4,26 +4,25 @@ With fixed-size expert buffers, a stash leaves a run bit-identical, whatever oth
 pages it has, and the stash occupies as many pages as planned.
 """
 
-import random
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import combinations, islice
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import cycle, islice
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from megatron.core.transformer.moe_config import GPU_ROW_ALIGNMENT, CapacityConfig
+from megatron.training.run import TrainingRun
 from tests.counts import long_count, slow, soak_only
+from tests.distributed.pair_runs import DELAYED, PAIRS
 from tests.distributed.parity import layout
 from tests.distributed.stash_runs import ROUTER, STEPS, StepPages, argv_of, stash, train_here
 from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS
 from tests.functional_tests.case import Flags
 from tests.harness import run_on_ranks
+from tests.pairwise import Case, covering
 
-Choice = dict[str, Any]
-Item = tuple[str, Any]
-Pair = tuple[Item, Item]
 # Number of ranks, number of ranks with different batches, and flags.
 ALL_LAYOUTS: dict[str, tuple[int, int, Flags]] = {
     "one": (1, 1, {}),
@@ -99,6 +98,7 @@ DIMENSIONS: dict[str, Sequence[Any]] = {
     "dispatcher": ("allgather", "alltoall"),
     "alignment": (1, GPU_ROW_ALIGNMENT),
     "experts": ("plain", "mxfp8", "blockwise", "mixed"),
+    "overlap": ("none", "pairs", "pairs, delayed"),
 }
 EXPERTS: dict[str, Flags] = {
     "plain": {},
@@ -106,15 +106,20 @@ EXPERTS: dict[str, Flags] = {
     "blockwise": {"fp8-format": "e4m3", "fp8-recipe": "blockwise"},
     "mixed": {"fp8-format": "e4m3", "fp8-recipe": "mxfp8", "first-last-layers-bf16": True},
 }
+# Only with the stash, so that the run without it also shows that overlap changes nothing.
+OVERLAP: dict[str, Flags] = {"none": {}, "pairs": PAIRS, "pairs, delayed": {**PAIRS, **DELAYED}}
 
 
-def _is_possible(choice: Choice) -> bool:
+def _is_possible(choice: Case) -> bool:
     """Returns whether a choice saves activations to stash and, with offloading, activations to offload.
 
     At least one layer must wait for the backward of another. Experts with adapters cannot be split over ranks, and
-    compute in the precision of the parameters.
+    compute in the precision of the parameters. Only all-to-all exchanges overlap.
     """
     again, around = choice.get("recompute") == "full", choice.get("around")
+    exchanges = "ep" in choice.get("layout", "ep") or choice["layout"] == "etp 2"
+    if choice.get("overlap", "none") != "none" and not (exchanges and choice.get("dispatcher") != "allgather"):
+        return False
     if around == "adapters" and (choice.get("layout") == "etp 2" or choice.get("experts", "plain") != "plain"):
         return False
     if choice.get("layout") in ONE_LAYER_A_CHUNK:
@@ -123,37 +128,7 @@ def _is_possible(choice: Choice) -> bool:
     return not (again and around == "offloading")
 
 
-def _covering(dimensions: Mapping[str, Sequence[Any]], *, draws: int) -> Iterator[Choice]:
-    """Yields choices that together cover each possible pair of values of two dimensions, new values first."""
-    generator, seen = random.Random(1), Counter[Item]()
-    items = [(name, value) for name, values in dimensions.items() for value in values]
-    left = {pair for pair in combinations(items, 2) if pair[0][0] != pair[1][0] and _is_possible(dict(pair))}
-    while left:
-        start = min(left, key=lambda pair: (sum(seen[item] for item in pair), repr(pair)))
-        drawn = [_complete(dict(start), dimensions, left=left, generator=generator) for _ in range(draws)]
-        best = max(drawn, key=lambda choice: len(_pairs(choice) & left))
-        left -= _pairs(best)
-        seen.update(best.items())
-        yield best
-
-
-def _complete(
-    choice: Choice, dimensions: Mapping[str, Sequence[Any]], *, left: set[Pair], generator: random.Random
-) -> Choice:
-    """Fills in the missing dimensions in random order, with values that make the most pairs not covered so far."""
-    for name in generator.sample([*dimensions], len(dimensions)):
-        if name not in choice:
-            fitting = [value for value in dimensions[name] if _is_possible({**choice, name: value})]
-            generator.shuffle(fitting)
-            choice[name] = max(fitting, key=lambda value: len(_pairs({**choice, name: value}) & left))
-    return {name: choice[name] for name in dimensions}
-
-
-def _pairs(choice: Choice) -> set[Pair]:
-    return set(combinations([(name, choice[name]) for name in DIMENSIONS if name in choice], 2))
-
-
-def _flags(choice: Choice) -> Flags:
+def _flags(choice: Case) -> Flags:
     """Returns the flags of the run without a stash."""
     _, replicas, flags = LAYOUTS[choice["layout"]]
     num, other = replicas * choice["microbatches"], replicas * (MOST_MICROBATCHES + 1 - choice["microbatches"])
@@ -169,13 +144,13 @@ def _flags(choice: Choice) -> Flags:
     return {**flags, **dtype, **kind, **around, **sizes}
 
 
-def _compare_all(choices: Sequence[Choice]) -> list[list[StepPages]]:
+def _compare_all(choices: Sequence[Case]) -> list[list[StepPages]]:
     """Checks that the stash changes no results, and returns its page statistics on this rank for each choice."""
     return [_compare(choice) for choice in choices]
 
 
-def _compare(choice: Choice) -> list[StepPages]:
-    flags, pool = _flags(choice), POOLS[choice["pool"]]
+def _compare(choice: Case) -> list[StepPages]:
+    flags, pool = _flags(choice), {**POOLS[choice["pool"]], **OVERLAP[choice["overlap"]]}
     # On a GPU the experts of static buffers are padded.
     with patch.object(CapacityConfig, "row_alignment", choice["alignment"]):
         without = train_here(argv_of(flags))
@@ -185,7 +160,7 @@ def _compare(choice: Choice) -> list[StepPages]:
     return stashed.pages
 
 
-ALL = list(islice(_covering(DIMENSIONS, draws=long_count(14, soak=40)), long_count(10, soak=1000)))
+ALL = list(islice(covering(DIMENSIONS, draws=long_count(14, soak=40), allowed=_is_possible), long_count(10, soak=1000)))
 BY_RANKS = {
     ranks: [choice for choice in ALL if LAYOUTS[choice["layout"]][0] == ranks]
     for ranks in sorted({one[0] for one in LAYOUTS.values()})
@@ -209,7 +184,7 @@ def test_a_stash_changes_no_bit(ranks: int) -> None:
         _assert_planned(choice, steps)
 
 
-def _assert_effect(choice: Choice, steps: list[StepPages]) -> None:
+def _assert_effect(choice: Case, steps: list[StepPages]) -> None:
     """Checks that the pools caused the effects listed for their name, over all ranks."""
     pool = choice["pool"]
     totals = {name: sum(vars(step)[name] for step in steps) for name in EFFECTS}
@@ -224,7 +199,7 @@ def _assert_effect(choice: Choice, steps: list[StepPages]) -> None:
     assert pool != "without x" or max(step.voids for step in steps) in (1, 2), choice
 
 
-def _assert_planned(choice: Choice, steps: list[StepPages]) -> None:
+def _assert_planned(choice: Case, steps: list[StepPages]) -> None:
     # Activations prefetched before their backward free their pages earlier than planned.
     is_exact = choice["pool"] == "large" and choice["prefetch"] == 0
     saved = [step.wanted - step.high_water for step in steps]
@@ -290,3 +265,56 @@ def test_planned_pages_are_those_of_every_schedule_and_number_of_microbatches(st
             steps = [step for of_rank in run_on_ranks(_grow_batches, stages, argv) for step in of_rank]
             assert len(steps) == num_waiting * (MOST_OF_A_STEP - (not is_one_enough)), flags
             assert all(high_water == wanted for high_water, wanted in steps)
+
+
+PAIRED_LAYOUTS: dict[str, tuple[int, Flags]] = {
+    "ep 2": (2, layout(ep=2)),
+    "pp 2, ep 2": (4, layout(pp=2, ep=2)),
+    "pp 2, vpp 2, ep 2": (4, {**layout(pp=2, vpp=2, ep=2), "num-layers": 8}),
+}
+# A recomputed forward hands over, unless it draws numbers.
+PAIRED: list[Flags] = [
+    PAIRS,
+    {**PAIRS, **DELAYED, "mtp-num-layers": 1},
+    {**PAIRS, **RECOMPUTE["full"]},
+    {**PAIRS, **RECOMPUTE["full"], "hidden-dropout": 0.1},
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ep 2", soak_only("pp 2, ep 2"), soak_only("pp 2, vpp 2, ep 2")])
+def test_planned_pages_are_those_of_pairs_of_any_number_of_microbatches(name: str) -> None:
+    ranks, flags = PAIRED_LAYOUTS[name]
+    sizes = " ".join(f"{16 * size * (size - 1)}:{2 * size}" for size in range(1, MOST_OF_A_STEP + 1))
+    batches: Flags = {"global-batch-size": None, "step-batch-size-schedule": sizes, "train-iters": MOST_OF_A_STEP}
+    for more in PAIRED:
+        kind: Flags = {"moe-token-dispatcher-type": "alltoall", **stash(8, prefetch_layers=0)}
+        argv = argv_of(flags, batches, kind, more)
+        steps = [step for of_rank in run_on_ranks(_grow_batches, ranks, argv) for step in of_rank]
+        assert len(steps) >= ranks // 2 * MOST_OF_A_STEP
+        assert all(high_water == wanted > 0 for high_water, wanted in steps), more
+
+
+def _repeat_step(argv: list[str]) -> list[StepPages]:
+    """Trains with hardly any learning rate on the same batches in every step, so that experts receive the same rows."""
+
+    @contextmanager
+    def repeated(run: TrainingRun) -> Iterator[None]:
+        assert run.train_iterator is not None
+        run.train_iterator = cycle([next(run.train_iterator) for _ in range(run.num_microbatches)])
+        yield
+
+    return train_here(argv, repeated).pages
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ep 2", soak_only("pp 2, ep 2"), soak_only("pp 2, vpp 2, ep 2")])
+def test_pages_suffice_for_pairs_once_rows_are_known(name: str) -> None:
+    ranks, flags = PAIRED_LAYOUTS[name]
+    for prefetch, more in enumerate(PAIRED[:3]):
+        pool = stash(0.4, prefetch_layers=prefetch)
+        kind: Flags = {"moe-token-dispatcher-type": "alltoall", "global-batch-size": 10, "lr": 1e-30, "min-lr": 0}
+        by_rank = run_on_ranks(_repeat_step, ranks, argv_of(flags, kind, pool, more))
+        later = [step for of_rank in by_rank for step in of_rank[1:]]
+        # Pages for inputs are reserved, so that only gate_up lacks pages.
+        assert not any(step.voids for step in later) and any(step.dropped for step in later), (more, by_rank)
