@@ -10,15 +10,27 @@ other pass's forward, from top to bottom:
     forward                          backward
                                      launch the gradients of combine
     router, launch row counts
-                                     experts, launch the gradients of dispatch
-    launch dispatch
                                      held weight gradients
+    launch dispatch
+                                     experts, launch the gradients of dispatch, held weight gradients
     experts, launch combine
                                      router, attention
 
 Row counts are exchanged before the rows only if the host must read them, in dropless layers. In layers with static
 buffers they travel with the rows. Without held weight gradients the backward has no part that could cover the exchange
-of row counts, so the forward does not hand over there.
+of row counts, so the forward does not hand over there. A stage's last layer has none yet, so the experts cover its row
+counts, and their weight gradients cover the rows:
+
+    forward                          backward
+                                     launch the gradients of combine
+    router, launch row counts
+                                     experts, launch the gradients of dispatch
+    launch dispatch
+                                     held weight gradients
+    experts, launch combine
+
+In the other layers this would be slower: dispatch is launched just after the gradients of dispatch, so that its rows
+would arrive after twice the time of an exchange, behind the weight gradients of the experts only.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -76,6 +88,8 @@ class ExpertOverlap:
         elif config.overlap_dispatch_backward_with_experts_wgrad:
             self._queue = WeightGradQueue("--overlap-dispatch-backward-with-experts-wgrad")
         self._covers_counts = self._turns is not None and config.delay_wgrad_compute
+        # Whether the backward covers row counts by the experts, for lack of held weight gradients.
+        self._owes_turn = False
 
     def open(self, model: Sequence[nn.Module]) -> None:
         """Covers the exchanges of the chunks of `model`. Raises ValueError for weights whose gradients cannot wait."""
@@ -126,11 +140,16 @@ class ExpertOverlap:
         """Hands over while rows are exchanged."""
         self._hand_over()
 
-    def before_row_gradients(self, *, counts_were_covered: bool) -> None:
+    def before_row_gradients(self, *, follows_counts: bool) -> None:
         """Computes held weight gradients, and hands over, while gradients of rows are exchanged."""
-        if counts_were_covered and self._covers_counts:
-            self._hand_over()
         if self._queue is not None:
+            if follows_counts and self._covers_counts:
+                self._owes_turn = self._queue.num_pending == 0
+                if not self._owes_turn:
+                    self._hand_over()
+            elif self._owes_turn:
+                self._owes_turn = False
+                self._hand_over()
             self._queue.run()
         self._hand_over()
 

@@ -49,8 +49,11 @@ class ExchangeCover(Protocol):
     def before_rows(self) -> None:
         """Covers an exchange of rows in forward."""
 
-    def before_row_gradients(self, *, counts_were_covered: bool) -> None:
-        """Covers an exchange of gradients. counts_were_covered: whether before_counts preceded it in forward."""
+    def before_row_gradients(self, *, follows_counts: bool) -> None:
+        """Covers an exchange of gradients.
+
+        follows_counts: whether they are the gradients of combine, in a layer whose forward has called before_counts.
+        """
 
 
 @dataclass

@@ -146,19 +146,12 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
             self._run_shared_experts(state)
             return rows, weights
         passage: AllToAllPassage = state.rows
-        reads_counts = passage.counts is not None
         if passage.counts is not None:
             if self.cover is not None:
                 self.cover.before_counts()
             splits = self.row_splits_sync(passage.splits.counts, passage.counts)
             state.rows = passage = replace(passage, splits=splits, counts=None)
-        exchange = RowExchange(
-            self.transport,
-            passage.splits.send,
-            passage.splits.receive,
-            cover=self.cover,
-            counts_were_covered=reads_counts,
-        )
+        exchange = RowExchange(self.transport, passage.splits.send, passage.splits.receive, cover=self.cover)
         rows, weights = exchange.start(rows, weights)
         # Overlaps with the exchange of rows, in backward too.
         self._run_shared_experts(state)
@@ -195,7 +188,13 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
         if self.num_ranks == 1:
             return hidden_states
         splits: RowSplits = self._current.state.rows.splits
-        back = RowExchange(self.transport, splits.receive, splits.send, cover=self.cover)
+        back = RowExchange(
+            self.transport,
+            splits.receive,
+            splits.send,
+            cover=self.cover,
+            follows_counts=splits.send is not None,
+        )
         (combined,) = back.wait(*back.start(hidden_states))
         return combined
 
@@ -320,15 +319,15 @@ class RowExchange:
     """Differentiable all-to-all of the rows of several tensors, which are launched and awaited together.
 
     `start` launches the exchange, `wait` completes it; backward exchanges the gradients. send, receive: numbers of rows
-    to and from each rank; None means the same number for every rank. cover: runs before each wait. counts_were_covered:
-    whether it also ran before the numbers of rows were read. See [Note: overlapped exchanges].
+    to and from each rank; None means the same number for every rank. cover: runs before each wait. follows_counts: of a
+    combine, whether cover also ran before the numbers of rows were read. See [Note: overlapped exchanges].
     """
 
     transport: RowTransport
     send: list[int] | None = None
     receive: list[int] | None = None
     cover: ExchangeCover | None = None
-    counts_were_covered: bool = False
+    follows_counts: bool = False
     # Also keeps references to the sent rows. Without them, their memory could be reused while it is still being read.
     _running: RowsUnderWay | None = field(init=False, default=None)
     _packed: Tensor | None = field(init=False, default=None)
@@ -405,7 +404,7 @@ class _Start(PlainFunction):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         exchange: RowExchange = ctx.exchange
         if exchange.cover is not None:
-            exchange.cover.before_row_gradients(counts_were_covered=exchange.counts_were_covered)
+            exchange.cover.before_row_gradients(follows_counts=exchange.follows_counts)
         received: Sequence[Tensor | None] = exchange.finish()
         if False in exchange._has_gradient:
             arrived = iter(received)
