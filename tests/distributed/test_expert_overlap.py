@@ -139,7 +139,7 @@ def _train(argv: Sequence[str], setup: Any) -> TrainedRun:
 
 @dataclass
 class _Shape:
-    """Of a run: its pipeline, this rank's stage, and the smallest number of layers with experts in a chunk."""
+    """The pipeline of a run, this rank's stage, and the smallest number of layers with experts in a chunk."""
 
     pipeline: Pipeline = Pipeline(1)
     stage: int = 0
