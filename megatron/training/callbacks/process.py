@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from megatron.core.device import (
@@ -44,6 +45,8 @@ class TorchProfile(Callback):
             activities.append(ProfilerActivity.CUDA)
         self._profile = profile(
             activities=activities,
+            # The backward of a pair runs on another thread than its caller.
+            experimental_config=_ExperimentalConfig(profile_all_threads=True),
             record_shapes=self.config.pytorch_profiler_collect_shapes,
             with_stack=self.config.pytorch_profiler_collect_callstack,
         )
@@ -120,7 +123,8 @@ class CudaMemoryHistory(Callback):
 class CpuMemoryHistory(Callback):
     """Writes a snapshot of torch's allocations and releases on the CPU during the profiled steps.
 
-    The CPU allocator records no history, so torch's profiler is used.
+    The CPU allocator records no history, so torch's profiler is used. It records allocations of the thread that calls
+    the callback only, and therefore not those of the backward of a pair.
     """
 
     def __init__(self, path: Path, config: ProfilingConfig) -> None:

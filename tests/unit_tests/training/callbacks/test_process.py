@@ -11,6 +11,8 @@ import torch
 from torch.cuda import _memory_viz
 from torch.profiler import record_function
 
+from megatron.core.device import DelegateThread
+from megatron.core.device.trace_ranges import trace_range
 from megatron.training.callbacks import RunStart
 from megatron.training.callbacks.process import CpuMemoryHistory, ManualGC, TorchProfile
 from megatron.training.config import GarbageCollectionConfig, ProfilingConfig
@@ -30,6 +32,26 @@ def test_trace_holds_the_steps_asked_for_also_of_a_run_that_ends_early(tmp_path:
     assert [path.name for path in tmp_path.iterdir()] == [name]
     names = {event["name"] for event in json.loads((tmp_path / name).read_text())["traceEvents"]}
     assert {f"step {step}" for step in range(1, 7)} & names == {f"step {step}" for step in range(2, min(last, 3) + 1)}
+
+
+def test_trace_shows_other_threads(tmp_path: Path) -> None:
+    # The backward of a pair runs on such a thread.
+    thread = DelegateThread("other")
+    thread.submit(lambda: None)()
+    config = ProfilingConfig(profile_step_start=0, profile_step_end=1)
+    profile = TorchProfile(config, tmp_path, rank=0, device=torch.device("cpu"))
+
+    @trace_range("of the other thread")
+    def compute() -> None:
+        torch.ones(2).exp()
+
+    profile.on_step_start(0)
+    thread.submit(compute)()
+    profile.on_step_end(replace(STEP, iteration=1))
+    thread.close()
+    (path,) = tmp_path.iterdir()
+    names = {event["name"] for event in json.loads(path.read_text())["traceEvents"]}
+    assert {"of the other thread", "aten::exp"} <= names
 
 
 def test_memory_history_names_who_took_the_memory(tmp_path: Path) -> None:
