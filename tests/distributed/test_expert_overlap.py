@@ -147,11 +147,15 @@ def _train(argv: Sequence[str], setup: Any) -> TrainedRun:
 
 @dataclass
 class _Shape:
-    """The pipeline of a run, this rank's stage, and the smallest number of layers with experts in a chunk."""
+    """The pipeline of a run, this rank's stage, and the smallest number of layers with experts in a chunk.
+
+    rows: rows of each expert forward of the last step, and its layer; None for dropless experts.
+    """
 
     pipeline: Pipeline = Pipeline(1)
     stage: int = 0
     num_layers: int = 0
+    rows: list[tuple[int, int]] | None = None
 
     @contextmanager
     def look(self, run: TrainingRun) -> Iterator[None]:
@@ -159,6 +163,10 @@ class _Shape:
         self.pipeline, self.stage = Pipeline(group_size(groups.pp), len(run.model)), group_rank(groups.pp)
         self.num_layers = min(sum(isinstance(part, MoELayer) for part in chunk.modules()) for chunk in run.model)
         yield
+        if run.expert_memory is not None:
+            figures = run.expert_memory.last_step
+            assert figures is not None
+            self.rows = list(zip(figures.passes, figures.rows, strict=True))
 
     def num_pairs(self, num_microbatches: int) -> int:
         orders = stage_orders(self.pipeline, num_microbatches, paired=True)
@@ -167,11 +175,12 @@ class _Shape:
 
 def _compare(case: Case) -> int:
     """Checks that overlap changes no results; returns this rank's number of pairs."""
-    shape, flags, overlap = _Shape(), _flags(case), DIMENSIONS["flags"][case["flags"]]
-    plain = _train(argv_of(flags), shape.look)
+    of_plain, shape, flags = _Shape(), _Shape(), _flags(case)
+    plain = _train(argv_of(flags), of_plain.look)
     with watched_pairs() as log:
-        overlapped = _train(argv_of(flags, overlap), shape.look)
+        overlapped = _train(argv_of(flags, DIMENSIONS["flags"][case["flags"]]), shape.look)
     overlapped.assert_same(plain, str(case))
+    assert shape.rows == of_plain.rows, f"{case}: recorded once each"
     assert len({step["grad_norm"] for step in plain.steps}) == STEPS
     assert len(plain.evaluations) == (STEPS if case["around"] == "evaluation" else 0)
     _assert_pairs_ran(log, case, shape)

@@ -272,13 +272,7 @@ PAIRED_LAYOUTS: dict[str, tuple[int, Flags]] = {
     "pp 2, ep 2": (4, layout(pp=2, ep=2)),
     "pp 2, vpp 2, ep 2": (4, {**layout(pp=2, vpp=2, ep=2), "num-layers": 8}),
 }
-# A recomputed forward hands over, unless it draws numbers.
-PAIRED: list[Flags] = [
-    PAIRS,
-    {**PAIRS, **DELAYED, "mtp-num-layers": 1},
-    {**PAIRS, **RECOMPUTE["full"]},
-    {**PAIRS, **RECOMPUTE["full"], "hidden-dropout": 0.1},
-]
+PAIRED: list[Flags] = [PAIRS, {**PAIRS, **DELAYED, "mtp-num-layers": 1}, {**PAIRS, **RECOMPUTE["full"]}]
 
 
 @pytest.mark.slow
@@ -311,7 +305,7 @@ def _repeat_step(argv: list[str]) -> list[StepPages]:
 @pytest.mark.parametrize("name", ["ep 2", soak_only("pp 2, ep 2"), soak_only("pp 2, vpp 2, ep 2")])
 def test_pages_suffice_for_pairs_once_rows_are_known(name: str) -> None:
     ranks, flags = PAIRED_LAYOUTS[name]
-    for prefetch, more in enumerate(PAIRED[:3]):
+    for prefetch, more in enumerate(PAIRED):
         pool = stash(0.4, prefetch_layers=prefetch)
         kind: Flags = {"moe-token-dispatcher-type": "alltoall", "global-batch-size": 10, "lr": 1e-30, "min-lr": 0}
         by_rank = run_on_ranks(_repeat_step, ranks, argv_of(flags, kind, pool, more))

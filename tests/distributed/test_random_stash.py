@@ -18,6 +18,7 @@ import pytest
 from megatron.core.distributed import DistributedDataParallel
 from megatron.training.run import TrainingRun
 from tests.counts import long_count, soak_only
+from tests.distributed.pair_runs import DELAYED, PAIRS
 from tests.distributed.parity import layout
 from tests.distributed.stash_runs import Trained, argv_of, stash, train_here
 from tests.distributed.tiny_runs import OVERLAPPED_SMALL_BUCKETS, digest_of
@@ -72,7 +73,7 @@ OFFLOADED: Flags = {
 
 @dataclass(frozen=True)
 class Draw:
-    """A run without a stash, and the flags that add a stash.
+    """A run without a stash, and the flags that add a stash, and passes that take turns.
 
     sizes: sizes of tensors other than C, by name.
     """
@@ -154,6 +155,9 @@ def drawn(ranks: int, number: int, attempt: int) -> Draw:
     pool["moe-paged-stash-compute"] = choose.choice(["pages", "pages", "copies"])
     if rank is None and choose.random() < 0.3:
         flags |= _in_8_bits(choose, num_layers=int(flags["num-layers"]), sends=one.ep > 1)
+    if one.ep * one.etp > 1 and flags["moe-token-dispatcher-type"] == "alltoall":
+        # Only with the stash, so that the run without it also shows that overlap changes nothing.
+        pool |= choose.choice([{}, PAIRS, {**PAIRS, **DELAYED}])
     sizes = {"e": experts, "H": hidden, "F": ffn, "2F": 2 * ffn if is_gated else 0, "r": rank or 0, "page": page}
     return Draw(flags, pool, sizes)
 
