@@ -134,12 +134,13 @@ def test_an_error_of_a_node_of_autograd_is_raised_as_it_is(turns: PassTurns) -> 
 
 
 # In the forward's thread, an interrupt comes while it computes or waits.
+@pytest.mark.usefixtures("alarm")
 @pytest.mark.parametrize("is_waiting", [False, True])
 def test_an_interrupt_ends_both_passes(turns: PassTurns, is_waiting: bool) -> None:
     passes = Passes(turns)
 
     def interrupt() -> None:
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGALRM)
         time.sleep(0.05)
 
     def backward() -> None:
