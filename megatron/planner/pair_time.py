@@ -68,7 +68,7 @@ class PassWork:
     in_transit: computation while rows are sent to experts, such as an overlapped shared expert. held_experts and
     held_rest: weight gradients of experts and of the rest that a backward computes after it has launched its next
     exchange. counts_rows: whether each layer hands over once more: a forward until the host can read row counts, a
-    backward before it computes the held gradients of experts. hands_over: whether it hands over at all.
+    backward before it computes the held gradients of the rest. hands_over: whether it hands over at all.
     """
 
     layers: int
@@ -122,6 +122,7 @@ def backward_parts(work: PassWork, repeated: PassWork | None = None) -> list[Par
     layer = [
         *(() if repeated is None else _forward_layer(repeated)),
         work.message,
+        *([HAND_OVER] if work.counts_rows else ()),
         # As many as the layer that follows in forward has held.
         work.in_layer(work.held_rest),
         HAND_OVER,
@@ -129,7 +130,6 @@ def backward_parts(work: PassWork, repeated: PassWork | None = None) -> list[Par
         work.in_layer(work.experts),
         work.message,
         work.in_layer(work.in_transit),
-        *([HAND_OVER] if work.counts_rows else ()),
         work.in_layer(work.held_experts),
         HAND_OVER,
         WAIT,
