@@ -3,6 +3,7 @@
 Independent of the model.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,16 @@ class LiveBytes(TorchDispatchMode):
         """Returns the number of bytes that are currently alive."""
         storages = (torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref in self._made.values())
         return sum(storage.nbytes() for storage in storages if storage is not None)
+
+    def settled(self, expected: float) -> int:
+        """Returns the live bytes once gloo's threads have released the buffers of completed collectives.
+
+        expected: bytes that are left then. Waits for up to 5 s.
+        """
+        deadline = time.monotonic() + 5.0
+        while self.total() > expected and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.total()
 
 
 class PeakBytes(LiveBytes):

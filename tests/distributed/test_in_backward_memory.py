@@ -5,6 +5,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from benchmarks.live_bytes import PeakBytes
@@ -127,6 +128,11 @@ class Layers(nn.Module):
         return x
 
 
+def held_between(policy: str | None, ranks: int) -> float:
+    """Returns the units that a rank holds between steps: shards of parameters, moments and kept gradients."""
+    return UNITS * (4 if policy == "normal" else 3) / ranks
+
+
 def of_sharded(*, reshards: bool, offloads: bool, policy: str | None) -> tuple[float, float, float]:
     """Returns the peak in a step, memory after backward, and memory between steps, in units of one layer's gradient.
 
@@ -155,7 +161,8 @@ def of_sharded(*, reshards: bool, offloads: bool, policy: str | None) -> tuple[f
             optimizer.step()
 
         most = max(held.peak_of(step) for _ in range(2))
-        return most / GRADIENT, max(after_backward) / GRADIENT, held.total() / GRADIENT
+        between = held.settled((held_between(policy, dist.get_world_size()) + NUMBERS) * GRADIENT)
+        return most / GRADIENT, max(after_backward) / GRADIENT, between / GRADIENT
 
 
 Figures = dict[tuple[bool, bool, str | None], tuple[float, float, float]]
@@ -176,8 +183,7 @@ def test_sharded_parameters_hold_the_gradients_of_two_units_whatever_else_is_cho
     [figures] = run_on_ranks(partial(_matrix, offloads=(False, True)), 1)
     for (reshards, _, policy), (most, after_backward, between) in figures.items():
         shards = 3 * UNITS
-        gradients = {"normal": UNITS, "exact": 0}.get(policy or "", 0)
-        assert between == pytest.approx(shards + gradients, abs=NUMBERS)
+        assert between == pytest.approx(held_between(policy, 1), abs=NUMBERS)
         # The root's unit, reduced last, still has gradients after backward; with an exact norm, all units do.
         held = shards + {"normal": UNITS, "exact": UNITS, None: 1}[policy]
         assert after_backward == pytest.approx(held, abs=NUMBERS)
@@ -198,7 +204,7 @@ def test_sharded_parameters_hold_the_gradients_of_two_units_whatever_else_is_cho
 def test_ranks_of_sharded_parameters_hold_their_share_of_two_units() -> None:
     for figures in run_on_ranks(partial(_matrix, offloads=(False,)), 2):
         for (reshards, _, policy), (most, _, between) in figures.items():
-            assert between == pytest.approx(3 * UNITS / 2 + (UNITS / 2 if policy == "normal" else 0), abs=NUMBERS)
+            assert between == pytest.approx(held_between(policy, 2), abs=NUMBERS)
             # The root's unit, the unit gathered ahead, and temporary memory of one unit's gradient, collective and
             # shards.
             gathered, passing = (2 if reshards else UNITS), 5

@@ -1,6 +1,5 @@
 """Gradients released during backward, in DDP, ZeRO-1 and ZeRO-2: memory, bit-identical values, and late gradients."""
 
-import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -43,14 +42,6 @@ def released(kind: dict[str, Any], size: int = 37) -> dict[str, Any]:
     return {**kind, "release_gradients": True, "bucket_size": size}
 
 
-def settled(memory: PeakBytes, expected: float) -> int:
-    """Returns the bytes held once gloo's threads have released the buffers of completed collectives."""
-    deadline = time.monotonic() + 5.0
-    while memory.total() > expected and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return memory.total()
-
-
 def _measure(kind: dict[str, Any]) -> None:
     torch.manual_seed(0)
     module = nn.Sequential(*[nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)])
@@ -77,7 +68,7 @@ def _measure(kind: dict[str, Any]) -> None:
         model.zero_grad_buffer()
         with PeakBytes() as memory:
             peak = memory.peak_of(pass_back)
-            left = settled(memory, 0.1 * BUCKET)
+            left = memory.settled(0.1 * BUCKET)
     assert len(most) == 2 * DEPTH and max(most) == 2, (kind, most)
     # Two buckets, their received data, which gloo releases late, and autograd's copy of the last gradient.
     received = 2 * (dist.get_world_size() - 1) / dist.get_world_size()
@@ -102,9 +93,9 @@ def _keep() -> None:
             finalize_model_grads([model])
             shares = dist.get_world_size() if kind else 1
             most = DEPTH * BUCKET / shares + 0.1 * BUCKET
-            assert DEPTH * BUCKET / shares <= settled(memory, most) <= most, kind
+            assert DEPTH * BUCKET / shares <= memory.settled(most) <= most, kind
             model.zero_grad_buffer()
-            assert settled(memory, 0.1 * BUCKET) <= 0.1 * BUCKET and not kept.grads
+            assert memory.settled(0.1 * BUCKET) <= 0.1 * BUCKET and not kept.grads
 
 
 def test_what_an_optimizer_keeps_is_its_share_alone() -> None:
