@@ -105,7 +105,8 @@ def overlap_figures(measured: dict[str, list[Measurement]]) -> dict[str, dict[st
     """
     figures: dict[str, dict[str, float]] = {}
     for name, without in WITHOUT.items():
-        shares = [one.figure for one in measured.get(name, []) if one.figure is not None]
+        by_rank = [[rank for rank in one.results if rank] for one in measured.get(name, [])]
+        shares = [min(map(statistics.median, ranks)) for ranks in by_rank if ranks]
         if shares:
             figures[name] = {"hidden of what fits": statistics.median(shares)}
             if without in measured:

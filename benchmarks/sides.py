@@ -12,7 +12,7 @@ import socket
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,23 +24,23 @@ import torch.distributed as dist
 from benchmarks.source import commit_of_tree
 from megatron.core.device import peak_memory_bytes
 
-# A step of one rank. It may return a result between 0 and 1.
-Step = Callable[[], float | None]
+# A step of one rank. Its arguments, if it has any, and its result can be pickled.
+Step = Callable[..., object]
 # Builds the model on one rank and returns its step.
 Build = Callable[[], Step]
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """Means over a round's steps in seconds, peak memory, and the median of the steps' results.
+    """Means over a round's steps in seconds, peak memory, and the results of the steps.
 
-    peak_bytes: since the process started. figure: None if the steps return no result.
+    peak_bytes: since the process started. results: of each rank, one for each step that returned something.
     """
 
     cpu_seconds: float
     wall_seconds: float
     peak_bytes: int
-    figure: float | None = None
+    results: list[list[Any]] = field(default_factory=list)
 
 
 @dataclass
@@ -51,25 +51,25 @@ class Side:
     connections: list[Connection]
     processes: list[Any]
 
-    def measure(self, steps: int) -> Measurement:
-        """Runs `steps` steps on all ranks and returns the measurement of the round.
+    def measure(self, steps: int, *arguments: object) -> Measurement:
+        """Runs `steps` steps on all ranks and returns the measurement of the round. arguments: of each step.
 
-        CPU seconds are summed over ranks. Time, memory and figure are the worst rank's.
+        CPU seconds are summed over ranks. Time and memory are the worst rank's.
         """
         for connection in self.connections:
-            connection.send(steps)
+            connection.send((steps, arguments))
         ranks: list[Measurement] = [connection.recv() for connection in self.connections]
         return Measurement(
             cpu_seconds=sum(rank.cpu_seconds for rank in ranks),
             wall_seconds=max(rank.wall_seconds for rank in ranks),
             peak_bytes=max(rank.peak_bytes for rank in ranks),
-            figure=min((rank.figure for rank in ranks if rank.figure is not None), default=None),
+            results=[steps for rank in ranks for steps in rank.results],
         )
 
     def stop(self) -> None:
         """Ends the side's processes."""
         for connection in self.connections:
-            connection.send(0)
+            connection.send((0, ()))
         for process in self.processes:
             process.join()
 
@@ -156,21 +156,24 @@ def start_side(name: str, build: Build, *, ranks: int, packages: Sequence[str] =
 def serve(
     build: Build, connection: Connection, *, rank: int, ranks: int, port: int, packages: Sequence[str] = ()
 ) -> None:
-    """Runs one rank: builds the model, then runs the requested numbers of steps until 0 arrives."""
+    """Runs one rank: builds the model, then runs the requested numbers of steps, until 0 of them are requested."""
     join_ranks(rank, ranks=ranks, port=port)
     for package in packages:
         import_module(package)
     baseline = peak_memory_bytes(torch.device("cpu"))
     step = build()
-    while steps := connection.recv():
+    while True:
+        steps, arguments = connection.recv()
+        if steps == 0:
+            break
         cpu, wall = time.process_time(), time.perf_counter()
-        figures = [figure for _ in range(steps) if (figure := step()) is not None]
+        results = [result for _ in range(steps) if (result := step(*arguments)) is not None]
         connection.send(
             Measurement(
                 cpu_seconds=(time.process_time() - cpu) / steps,
                 wall_seconds=(time.perf_counter() - wall) / steps,
                 peak_bytes=peak_memory_bytes(torch.device("cpu")) - baseline,
-                figure=statistics.median(figures) if figures else None,
+                results=[results],
             )
         )
     dist.destroy_process_group()
