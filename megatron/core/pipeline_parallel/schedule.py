@@ -105,7 +105,8 @@ def one_forward_one_backward(
     """Lists the 1F1B schedule of a stage: one warm-up forward per following stage, then alternating passes.
 
     Any number of microbatches is allowed. At most num_stages - stage microbatches are between forward and backward
-    (PipeDream-Flush, Narayanan et al. 2021). paired: whether alternating passes form pairs, after a longer warm-up.
+    (PipeDream-Flush, Narayanan et al. 2021). paired: whether alternating passes form pairs, after a longer warm-up; at
+    most 2 (num_stages - stage) microbatches are then between forward and backward.
     """
     forwards = [Action(ActionKind.FORWARD, 0, microbatch) for microbatch in range(num_microbatches)]
     backwards = [Action(ActionKind.BACKWARD, 0, microbatch) for microbatch in range(num_microbatches)]
