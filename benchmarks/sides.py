@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from importlib import import_module
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,8 @@ from megatron.core.device import peak_memory_bytes
 Step = Callable[..., object]
 # Builds the model on one rank and returns its step.
 Build = Callable[[], Step]
+# What a round measures of a side.
+Figures = TypeVar("Figures")
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ class Side:
             cpu_seconds=sum(rank.cpu_seconds for rank in ranks),
             wall_seconds=max(rank.wall_seconds for rank in ranks),
             peak_bytes=max(rank.peak_bytes for rank in ranks),
-            results=[steps for rank in ranks for steps in rank.results],
+            results=[of_rank for rank in ranks for of_rank in rank.results],
         )
 
     def stop(self) -> None:
@@ -75,15 +77,22 @@ class Side:
 
 
 def run_rounds(sides: list[Side], *, rounds: int, steps: int) -> dict[str, list[Measurement]]:
+    """Measures `steps` steps of each side once per round, as run_measured_rounds does."""
+    return run_measured_rounds(sides, rounds=rounds, measure=lambda side: side.measure(steps))
+
+
+def run_measured_rounds(
+    sides: list[Side], *, rounds: int, measure: Callable[[Side], Figures]
+) -> dict[str, list[Figures]]:
     """Measures each side once per round, after a warm-up round, and ends the processes. Returns results by side.
 
     The order alternates between rounds, so that no side benefits from being first.
     """
-    measured: dict[str, list[Measurement]] = {side.name: [] for side in sides}
+    measured: dict[str, list[Figures]] = {side.name: [] for side in sides}
     for number in range(rounds + 1):
         for side in sides if number % 2 else sides[::-1]:
             try:
-                measurement = side.measure(steps)
+                measurement = measure(side)
             except (EOFError, OSError) as error:
                 raise RuntimeError(f"a rank of {side.name} ended in round {number}: see its error above") from error
             if number > 0:

@@ -199,7 +199,8 @@ class ExpertOverlapConfig:
     delay_wgrad_compute: bool = config_field(
         False,
         help="Compute the weight gradients of a backward pass while it exchanges rows between the ranks of experts, "
-        "instead of together with the gradients of activations. Results are the same.",
+        "instead of together with the gradients of activations. Results are the same. Requires "
+        "--moe-token-dispatcher-type alltoall.",
     )
     overlap_dispatch_backward_with_experts_wgrad: bool = config_field(
         False,

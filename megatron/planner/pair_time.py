@@ -68,7 +68,7 @@ class PassWork:
     in_transit: computation while rows are sent to experts, such as an overlapped shared expert. held_experts and
     held_rest: weight gradients of experts and of the rest that a backward computes after it has launched its next
     exchange. counts_rows: whether each layer hands over once more: a forward until the host can read row counts, a
-    backward before it computes the held gradients of the rest. hands_over: whether it hands over at all.
+    backward before it computes the held gradients of the rest.
     """
 
     layers: int
@@ -81,7 +81,6 @@ class PassWork:
     held_experts: float = 0.0
     held_rest: float = 0.0
     counts_rows: bool = False
-    hands_over: bool = True
 
     @property
     def message(self) -> Part:
@@ -99,31 +98,32 @@ def forward_parts(work: PassWork) -> list[Part]:
 
 
 def _forward_layer(work: PassWork) -> list[Part]:
-    turn = [HAND_OVER] if work.hands_over else []
     return [
         work.in_layer(work.rest),
-        *(turn if work.counts_rows else ()),
+        *([HAND_OVER] if work.counts_rows else ()),
         work.message,
         work.in_layer(work.in_transit),
-        *turn,
+        HAND_OVER,
         WAIT,
         work.in_layer(work.experts),
         work.message,
-        *turn,
+        HAND_OVER,
         WAIT,
     ]
 
 
-def backward_parts(work: PassWork, repeated: PassWork | None = None) -> list[Part]:
+def backward_parts(work: PassWork, repeated: PassWork | None = None, *, repeats_in_turns: bool = True) -> list[Part]:
     """Returns the parts of a backward, which hands over whenever it is about to wait for an exchange.
 
-    repeated: forward work of the same layers, which the backward of each layer repeats first.
+    repeated: forward work of the same layers, which the backward of each layer repeats first. repeats_in_turns: whether
+    it hands over there too.
     """
+    again = () if repeated is None else _forward_layer(repeated)
     layer = [
-        *(() if repeated is None else _forward_layer(repeated)),
+        *(part for part in again if repeats_in_turns or part is not HAND_OVER),
         work.message,
         *([HAND_OVER] if work.counts_rows else ()),
-        # As many as the layer that follows in forward has held.
+        # Those that the next layer has held, whose backward ran before. The last layer's are taken to be as many.
         work.in_layer(work.held_rest),
         HAND_OVER,
         WAIT,

@@ -185,8 +185,6 @@ def overlap_of(run_config: RunConfig) -> Overlap:
     elif transformer.cp_comm_type in ("a2a+p2p", ["a2a+p2p"]):
         # Only the ring overlaps; heads are exchanged before and after attention.
         overlapped_by["hcp_1"] = ("attention",)
-    # Whole layers draw random numbers only for dropout, and parts of MoE layers draw none.
-    is_full = transformer.recompute_granularity == "full"
     kinds = {transformer.cp_comm_type_of_layer(number + 1) for number in range(transformer.num_layers)}
     in_every_pass: frozenset[str] = frozenset()
     if run_config.sharded_parameters.use_torch_fsdp2:
@@ -195,6 +193,10 @@ def overlap_of(run_config: RunConfig) -> Overlap:
     elif ddp.overlap_grad_reduce and ddp.has_bucket_lifetime_grads:
         # Every microbatch reduces its buckets during its own backward.
         in_every_pass = frozenset((GRADS,))
+    # Of what is recomputed together with an exchange: whole layers draw numbers for dropout, and routers for jitter.
+    drops = transformer.recompute_granularity == "full" and (
+        transformer.attention_dropout or transformer.hidden_dropout
+    )
     return Overlap(
         gradients=ddp.overlap_grad_reduce,
         parameters=ddp.overlap_param_gather,
@@ -205,7 +207,7 @@ def overlap_of(run_config: RunConfig) -> Overlap:
         holds_expert_grads=transformer.delay_wgrad_compute or transformer.overlap_dispatch_backward_with_experts_wgrad,
         holds_grads=transformer.delay_wgrad_compute,
         counts_rows=transformer.delay_wgrad_compute and has_dynamic_rows(run_config),
-        recompute_in_turns=not (is_full and (transformer.attention_dropout or transformer.hidden_dropout)),
+        recompute_in_turns=not (drops or transformer.moe_input_jitter_eps),
     )
 
 
@@ -252,9 +254,9 @@ def estimate_step(
     # Every rank waits for the last reduction, because the gradient norm is over all ranks.
     reduced = max(clock.reduced_at(own) for clock, own in zip(clocks, spans))
     updated = max(clock.update for clock in clocks)
-    waits = {PIPELINE: passed - _end(timeline(orders, pipeline, seconds=seconds)), GRADS: reduced - passed}
+    waited = {PIPELINE: passed - _end(timeline(orders, pipeline, seconds=seconds)), GRADS: reduced - passed}
     total = reduced + updated
-    parts = tuple(clock.parts(total, waits=waits, gather=sum(delay.values())) for clock, delay in zip(clocks, delays))
+    parts = tuple(clock.parts(total, waited=waited, gather=sum(delay.values())) for clock, delay in zip(clocks, delays))
     tflops = flops_per_rank / total / _TERA
     mfu = None if device.bf16_tflops is None else tflops / device.bf16_tflops
     return StepTime(device.name, total, tokens / total, tflops, mfu, parts, spans)
@@ -367,24 +369,24 @@ class StageClock:
                 clock = max(clock, span.start + (span.end - span.start) * number / buckets) + each
         return max(end, clock)
 
-    def parts(self, total: float, *, waits: Mapping[str, float], gather: float) -> StageTime:
+    def parts(self, total: float, *, waited: Mapping[str, float], gather: float) -> StageTime:
         """Splits a step of `total` seconds by cause.
 
-        waits: seconds that all stages wait for transfers and for the last reduction. gather: delay of the first passes.
+        waited: seconds that all stages wait for transfers and the last reduction. gather: delay of the first passes.
         """
         sums = {kind: self._sum(kind) for kind in ActionKind}
         forward, backward = sums[ActionKind.FORWARD], sums[ActionKind.BACKWARD]
         exposed = {
             FORWARD: forward.exposed,
             BACKWARD: backward.exposed,
-            PIPELINE: waits[PIPELINE],
-            GRADS: waits[GRADS],
+            PIPELINE: waited[PIPELINE],
+            GRADS: waited[GRADS],
             PARAMS: self._late_gather + gather,
             OPTIMIZER: self._step_messages,
         }
         hidden = forward.hidden + backward.hidden
         if GRADS not in self._overlap.in_every_pass:
-            hidden += max(0.0, self._reduction - waits[GRADS])
+            hidden += max(0.0, self._reduction - waited[GRADS])
         if PARAMS not in self._overlap.in_every_pass:
             hidden += max(0.0, self._gather - exposed[PARAMS])
         compute = forward.compute + backward.compute
@@ -473,7 +475,7 @@ class StageClock:
         if not again:
             return backward_parts(work)
         repeated = self._work_of(chunk, chunk.recompute, again, others=0.0)
-        return backward_parts(work, replace(repeated, hands_over=self._overlap.recompute_in_turns))
+        return backward_parts(work, repeated, repeats_in_turns=self._overlap.recompute_in_turns)
 
     def _work_of(self, chunk: ChunkWork, kernels: Kernels, rows: float, *, others: float) -> PassWork:
         """Returns the work of some kernels of a chunk. rows: exchanges of rows. others: other exposed messages."""
@@ -531,21 +533,21 @@ class StageClock:
         return gathers + sums
 
     def _sum(self, kind: ActionKind) -> _Pass:
-        its = [
+        times = [
             time
             for step in self._order
             for action, time in zip(step.passes, self._times(step), strict=True)
             if action.kind is kind
         ]
         by_kind: dict[str, float] = {}
-        for one in its:
+        for one in times:
             for name, seconds in one.by_kind.items():
                 by_kind[name] = by_kind.get(name, 0.0) + seconds
         return _Pass(
-            sum(one.compute for one in its),
-            recompute=sum(one.recompute for one in its),
-            exposed=sum(one.exposed for one in its),
-            hidden=sum(one.hidden for one in its),
+            sum(one.compute for one in times),
+            recompute=sum(one.recompute for one in times),
+            exposed=sum(one.exposed for one in times),
+            hidden=sum(one.hidden for one in times),
             by_kind=by_kind,
         )
 

@@ -107,7 +107,11 @@ DIMENSIONS: dict[str, dict[Any, Flags]] = {
 
 
 def _is_possible(case: Case) -> bool:
-    """Returns whether the program accepts a case: something must be left to stash and to offload."""
+    """Returns whether the program accepts a case.
+
+    Something must be left to stash and to offload. Experts with adapters are not split, and experts in 8 bits have
+    neither adapters nor fp16.
+    """
     experts, recompute, around = case.get("experts", "static"), case.get("recompute"), case.get("around")
     if "moe-paged-stash" in EXPERTS[experts] and recompute in ("full", "moe"):
         return False

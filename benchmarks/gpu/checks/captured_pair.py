@@ -1,7 +1,7 @@
 """Checks a CUDA graph of passes that take turns: a replay is bitwise equal to eager steps whose passes run alone.
 
-The forward of a pair launches from this thread, and its backward from autograd's thread for the device. Rows are
-exchanged with this rank alone, through NCCL, because a check has one GPU.
+The forward of a pair launches from this thread, and its backward from a thread of its own. Rows are exchanged with this
+rank alone, through NCCL, because a check has one GPU.
 """
 
 import argparse

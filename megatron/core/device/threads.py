@@ -71,8 +71,8 @@ class ThreadSettings:
 class DelegateThread:
     """A thread that calls functions on behalf of others, one after the other. It starts with the first call.
 
-    An interrupt in the thread of a caller never blocks it: SimpleQueue is written in C, whereas executors and
-    semaphores are written in Python, and an interrupt inside them could leave their locks held.
+    Once it has started, an interrupt in the thread of a caller leaves nothing locked: SimpleQueue is written in C,
+    whereas executors and semaphores are written in Python, and an interrupt inside them could leave their locks held.
     """
 
     def __init__(self, name: str) -> None:

@@ -4,7 +4,8 @@ All functions are pure. Events are numbered like the groups of the paged stash, 
 stash (by expert_memory.py of megatron.training); nothing is imported from the stash.
 
 [Note: turns of a layer] A pass of a pair hands over to the other pass whenever it would wait for an exchange of rows. A
-layer with experts exchanges rows before its experts (dispatch) and after them (combine):
+layer with experts exchanges rows before its experts (dispatch) and after them (combine). No turn is for row counts in
+the layers that a stash supports; [Note: what covers an exchange] in expert_overlap.py has the others.
 
     forward:   router, launch dispatch     | experts, launch combine               | sum of each token's rows
     backward:  launch gradients of combine | experts, launch gradients of dispatch | router
@@ -14,7 +15,7 @@ The turns, drawn as bars, cut each pass into segments, which `turn_order` interl
 
 import enum
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from typing import TypeVar
@@ -47,28 +48,6 @@ class ExpertEvent:
         return f"{self.kind.value} layer {self.layer}.{self.instance}"
 
 
-@dataclass(frozen=True)
-class LayerTurns:
-    """Number of times that a pass of a layer with experts hands over, if it is part of a pair.
-
-    dispatch: in forward between router and experts, in backward after the experts. combine: in forward after the
-    experts, in backward before them. in_recompute: whether a forward that is repeated in backward hands over too. It
-    does not if it restores the states of random-number generators.
-    """
-
-    dispatch: int = 1
-    combine: int = 1
-    in_recompute: bool = True
-
-    def around(self, kind: EventKind) -> tuple[int, int]:
-        """Returns the numbers of turns before and after the experts in a pass of this kind."""
-        if kind is EventKind.BACKWARD:
-            return self.combine, self.dispatch
-        if kind is EventKind.RECOMPUTE and not self.in_recompute:
-            return 0, 0
-        return self.dispatch, self.combine
-
-
 def turn_order(backward: Sequence[_Segment], forward: Sequence[_Segment]) -> list[_Segment]:
     """Lists the segments of a pair in the order of execution.
 
@@ -84,16 +63,16 @@ def expand(
     layer_map: Sequence[Sequence[int]],
     *,
     recompute: Mapping[int, int] | None = None,
-    turns: Mapping[int, LayerTurns] | None = None,
+    recomputed_alone: Collection[int] = (),
 ) -> list[ExpertEvent]:
     """Returns the expert events of a stage's passes, in the order of execution.
 
     layer_map: for each chunk, the numbers (from 1, over the whole model) of its layers with experts, in order.
     recompute: maps the number of each layer that is recomputed in backward to the number of its segment. The layers of
-    one segment are recomputed together, before the backward of the segment's last layer. turns: maps numbers of layers
-    to their turns in pairs; other layers have LayerTurns().
+    one segment are recomputed together, before the backward of the segment's last layer. recomputed_alone: numbers of
+    layers that hand over in no pair while they are recomputed, because they restore states of random-number generators.
     """
-    recompute, turns = recompute or {}, turns or {}
+    recompute = recompute or {}
     forwards: Counter[int] = Counter()
     instances: dict[tuple[int, int], int] = {}
     events: list[ExpertEvent] = []
@@ -106,8 +85,8 @@ def expand(
                     instances[layer, action.microbatch] = forwards[layer]
                     forwards[layer] += 1
             kinds = _forward(layers) if action.kind is ActionKind.FORWARD else _backward(layers, recompute)
-            its = [ExpertEvent(kind, layer, instances[layer, action.microbatch]) for kind, layer in kinds]
-            cut.append(_segments(its, turns))
+            of_pass = [ExpertEvent(kind, layer, instances[layer, action.microbatch]) for kind, layer in kinds]
+            cut.append(_segments(of_pass, recomputed_alone))
         events += chain.from_iterable(turn_order(*cut) if isinstance(step, Pair) else cut[0])
     return events
 
@@ -133,12 +112,12 @@ def _backward(layers: Sequence[int], recompute: Mapping[int, int]) -> list[tuple
     return events
 
 
-def _segments(events: Sequence[ExpertEvent], turns: Mapping[int, LayerTurns]) -> list[list[ExpertEvent]]:
+def _segments(events: Sequence[ExpertEvent], recomputed_alone: Collection[int]) -> list[list[ExpertEvent]]:
     """Cuts the events of a pass at its turns. See [Note: turns of a layer]."""
     segments: list[list[ExpertEvent]] = [[]]
     for event in events:
-        before, after = turns.get(event.layer, LayerTurns()).around(event.kind)
-        segments += [[] for _ in range(before)]
-        segments[-1].append(event)
-        segments += [[] for _ in range(after)]
+        if event.kind is EventKind.RECOMPUTE and event.layer in recomputed_alone:
+            segments[-1].append(event)
+        else:
+            segments += [[event], []]
     return segments

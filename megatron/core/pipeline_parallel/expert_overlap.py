@@ -17,9 +17,9 @@ other pass's forward, from top to bottom:
                                      router, attention
 
 Row counts are exchanged before the rows only if the host must read them, in dropless layers. In layers with static
-buffers they travel with the rows. Without held weight gradients the backward has no part that could cover the exchange
-of row counts, so the forward does not hand over there. A stage's last layer has none yet, so the experts cover its row
-counts, and their weight gradients cover the rows:
+buffers they travel with the rows. Without delay_wgrad_compute the backward has no part that could cover the exchange of
+row counts, so the forward does not hand over there. A stage's last layer holds no weight gradients yet, so the experts
+cover its row counts, and their weight gradients cover the rows:
 
     forward                          backward
                                      launch the gradients of combine
@@ -29,8 +29,8 @@ counts, and their weight gradients cover the rows:
                                      held weight gradients
     experts, launch combine
 
-In the other layers this would be slower: dispatch is launched just after the gradients of dispatch, so that its rows
-would arrive after twice the time of an exchange, behind the weight gradients of the experts only.
+In the other layers this would be slower. Dispatch is launched after the gradients of dispatch and shares the link with
+them, so the backward would have to cover two exchanges with the weight gradients of its experts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -88,11 +88,12 @@ class ExpertOverlap:
         elif config.overlap_dispatch_backward_with_experts_wgrad:
             self._queue = WeightGradQueue("--overlap-dispatch-backward-with-experts-wgrad")
         self._covers_counts = self._turns is not None and config.delay_wgrad_compute
-        # Whether the backward covers row counts by the experts, for lack of held weight gradients.
-        self._owes_turn = False
+        # Whether the turn that covers row counts is still to come, after the experts, because no weight gradients were
+        # held before them. The same on all ranks, because they hold the products of the same layers.
+        self._delays_turn = False
 
     def open(self, model: Sequence[nn.Module]) -> None:
-        """Covers the exchanges of the chunks of `model`. Raises ValueError for weights whose gradients cannot wait."""
+        """Covers the exchanges of the chunks of `model`. Raises ValueError if a weight's gradients cannot be held."""
         for chunk in model:
             if self._turns is not None and any(isinstance(param, DTensor) for param in chunk.parameters()):
                 raise ValueError(
@@ -144,11 +145,11 @@ class ExpertOverlap:
         """Computes held weight gradients, and hands over, while gradients of rows are exchanged."""
         if self._queue is not None:
             if follows_counts and self._covers_counts:
-                self._owes_turn = self._queue.num_pending == 0
-                if not self._owes_turn:
+                self._delays_turn = self._queue.num_pending == 0
+                if not self._delays_turn:
                     self._hand_over()
-            elif self._owes_turn:
-                self._owes_turn = False
+            elif self._delays_turn:
+                self._delays_turn = False
                 self._hand_over()
             self._queue.run()
         self._hand_over()

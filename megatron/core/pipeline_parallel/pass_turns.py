@@ -17,8 +17,8 @@ Both launch to the same stream. Autograd must not use its own thread of a GPU fo
 backwards, and a backward that waits for its turn would block one that runs inside the forward, such as the capture of a
 part of a layer as a CUDA graph.
 
-A pass hands over between layers, never while it holds state of its thread: a recomputation that has restored the states
-of random-number generators keeps its turn until it ends.
+A pass hands over only at an exchange of a MoE layer, and never while it holds state of its thread: a recomputation that
+has restored the states of random-number generators keeps its turn until it ends.
 """
 
 import enum
@@ -50,11 +50,12 @@ class PassTurns:
 
     def __init__(self) -> None:
         self._thread = DelegateThread("backward of a pair")
-        # Of the pair that is running: the passes that have not ended, the turns given to each, and the first error.
+        # Of the pair that is running: the passes that have not ended, the turns given to each, the first error, and the
+        # pass that each thread runs.
         self._running: set[Role] = set()
         self._turns: dict[Role, SimpleQueue[None]] = {}
         self._error: BaseException | None = None
-        self._forward_thread = 0
+        self._roles: dict[int, Role] = {}
 
     def close(self) -> None:
         """Ends the thread."""
@@ -67,11 +68,10 @@ class PassTurns:
 
         If one of them raises, the other ends with PairAborted when it is its turn. The first error is raised here.
         """
-        self._running, self._error = set(Role), None
+        self._running, self._error, self._roles = set(Role), None, {}
         self._turns = {role: SimpleQueue() for role in Role}
-        self._forward_thread = threading.get_ident()
-        settings, on_this_thread = ThreadSettings(), partial(_on_this_thread, backward)
-        wait = self._thread.submit(partial(self._run, Role.BACKWARD, partial(settings.run, on_this_thread)))
+        settings, on_one_thread = ThreadSettings(), partial(_without_autograd_threads, backward)
+        wait = self._thread.submit(partial(self._run, Role.BACKWARD, partial(settings.run, on_one_thread)))
         self._run(Role.FORWARD, partial(self._at_first_turn, forward))
         # Nothing of the pair may run any longer when the caller handles an error.
         wait()
@@ -86,13 +86,14 @@ class PassTurns:
     def hand_over(self) -> None:
         """Lets the other pass of a running pair continue, and returns when it hands over or ends.
 
-        Called by the code of both passes, and by passes that run alone, which return immediately. Raises PairAborted if
-        the other pass has failed.
+        Called by the code of both passes, and by passes that run alone, which return immediately. So does a backward
+        inside a forward on a thread of autograd. Raises PairAborted if the other pass has failed, or the pair was
+        closed.
         """
-        if not self._running or redraws_numbers():
+        role = self._roles.get(threading.get_ident())
+        if role is None or redraws_numbers():
             return
-        is_forward = threading.get_ident() == self._forward_thread
-        role, other = (Role.FORWARD, Role.BACKWARD) if is_forward else (Role.BACKWARD, Role.FORWARD)
+        other = Role.BACKWARD if role is Role.FORWARD else Role.FORWARD
         if other in self._running:
             self._turns[other].put(None)
             self._turns[role].get()
@@ -107,10 +108,12 @@ class PassTurns:
         """Runs a pass, and records its error instead of raising it."""
         error = None
         try:
+            self._roles[threading.get_ident()] = role
             run()
         except BaseException as raised:
             error = raised
         finally:
+            self._roles.pop(threading.get_ident(), None)
             self._end({role}, error)
             del error
 
@@ -126,6 +129,6 @@ class PassTurns:
             raise PairAborted(f"the {role.value} pass of a pair was aborted, because the other pass has failed")
 
 
-def _on_this_thread(backward: Callable[[], None]) -> None:
+def _without_autograd_threads(backward: Callable[[], None]) -> None:
     with torch.autograd.set_multithreading_enabled(False):
         backward()

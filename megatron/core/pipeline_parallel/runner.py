@@ -88,10 +88,11 @@ class ScheduleRunner:
             self._set_aux_loss_scale()
         sync = SyncCallables(self.config, self.model, actions=actions)
         with ExitStack() as stack:
-            if has_backward:
-                self._overlap = stack.enter_context(expert_overlap(self.config, self.model))
+            # Ends last: after an interrupt, a backward may run until the overlap is closed.
             stack.callback(sync.end)
             sync.begin()
+            if has_backward:
+                self._overlap = stack.enter_context(expert_overlap(self.config, self.model))
             for step in steps:
                 self._take(step, sync)
         self.communicator.finish()

@@ -106,7 +106,7 @@ def one_forward_one_backward(
 
     Any number of microbatches is allowed. At most num_stages - stage microbatches are between forward and backward
     (PipeDream-Flush, Narayanan et al. 2021). paired: whether alternating passes form pairs, after a longer warm-up; at
-    most 2 (num_stages - stage) microbatches are then between forward and backward.
+    most 2 (num_stages - stage) - 1 microbatches are then between forward and backward, apart from the running pair.
     """
     forwards = [Action(ActionKind.FORWARD, 0, microbatch) for microbatch in range(num_microbatches)]
     backwards = [Action(ActionKind.BACKWARD, 0, microbatch) for microbatch in range(num_microbatches)]
@@ -238,5 +238,5 @@ def validate_schedule(order: Order) -> None:
 def _validate_pair(pair: Pair) -> None:
     if pair.backward.kind is not ActionKind.BACKWARD or pair.forward.kind is not ActionKind.FORWARD:
         raise ValueError(f"schedule pairs {pair}: must be a backward and a forward")
-    if pair.backward[1:] == pair.forward[1:]:
+    if (pair.backward.chunk, pair.backward.microbatch) == (pair.forward.chunk, pair.forward.microbatch):
         raise ValueError(f"schedule pairs {pair}: the backward needs what the forward computes")

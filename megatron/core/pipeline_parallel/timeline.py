@@ -56,9 +56,9 @@ def timeline(
             for action in step.passes:
                 source = pipeline.source(stage, action)
                 if source is not None:
-                    its = spans[source.stage].get(source.action)
-                    ready = max(ready, its.end) if its is not None else math.inf
-                    late = transfer if source.stage != stage else 0.0
+                    sent = spans[source.stage].get(source.action)
+                    ready = max(ready, sent.end) if sent is not None else math.inf
+                    late = max(late, transfer if source.stage != stage else 0.0)
             if ready == math.inf:
                 break
             start = max(clocks[stage], ready + late) if overlap else max(clocks[stage], ready) + late

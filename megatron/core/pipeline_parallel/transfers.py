@@ -125,13 +125,12 @@ def with_transfers(orders: Orders, pipeline: Pipeline, *, overlap: bool) -> tupl
             span = spans[stage][step.passes[0]]
             arrived = queue.take((span.start, len(orders)))
             steps += _posted(arrived)
-            if not overlap:
-                steps += [Await(t.action) for t in arrived if t.direction is Direction.RECEIVE]
-            else:
-                steps += [Await(action) for action in step.passes if pipeline.source(stage, action) is not None]
             if overlap:
+                steps += [Await(action) for action in step.passes if pipeline.source(stage, action) is not None]
                 # Excludes the outputs of this step, which do not exist yet.
                 steps += _posted(queue.take((span.end, stage)))
+            else:
+                steps += [Await(t.action) for t in arrived if t.direction is Direction.RECEIVE]
             steps.append(step)
         programs.append((*steps, *_posted(queue.take((float("inf"), 0)))))
     return tuple(programs)

@@ -15,7 +15,7 @@ from torch import Tensor
 from megatron.core.autograd import PlainFunction, first_order, may_differentiate, save_early, saved_early
 from megatron.core.device.torch_internals import graph_is_kept
 from megatron.core.fusions.gated_activation import GatedActivation
-from megatron.core.tensor_parallel.weight_grads import LinearGrad, hand_over
+from megatron.core.tensor_parallel.weight_grads import LinearGrad, deliver
 
 
 def activated_product(activation: GatedActivation, x: Tensor, scale: Tensor | None, weight: Tensor) -> Tensor:
@@ -60,7 +60,7 @@ def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     grad_weight = None
     if needs_weight:
         product = LinearGrad(grad.reshape(-1, grad.shape[-1]), found.act.reshape(-1, found.act.shape[-1]))
-        grad_weight = hand_over(ctx.weight, product, node=ctx.next_functions[0][0])
+        grad_weight = deliver(ctx.weight, product, node=ctx.next_functions[0][0])
     if not graph_is_kept():
         ctx.weight = None  # a computed weight would live as long as the loss
     return grad_weight, found.gate_up, found.scale, None, None

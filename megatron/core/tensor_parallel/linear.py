@@ -13,7 +13,7 @@ from megatron.core.group_collectives import Pending, all_gather_rows, all_reduce
 from megatron.core.parallel_state import group_or_existing
 from megatron.core.process_groups_config import group_size
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
-from megatron.core.tensor_parallel.weight_grads import LinearGrad, hand_over, takes_products
+from megatron.core.tensor_parallel.weight_grads import LinearGrad, deliver, takes_products
 
 
 def linear_with_grad_accumulation_and_async_allreduce(
@@ -96,7 +96,7 @@ class _OwnLinear(PlainFunction):
         rows = grad.reshape(-1, grad.shape[-1])
         grad_x = grad.matmul(weight) if needs_x else None
         product = LinearGrad(rows, x.reshape(-1, x.shape[-1]))
-        grad_weight = hand_over(ctx.weight, product, node=ctx.next_functions[1][0])
+        grad_weight = deliver(ctx.weight, product, node=ctx.next_functions[1][0])
         return grad_x, grad_weight, rows.sum(dim=0) if needs_bias else None
 
 
@@ -152,7 +152,7 @@ class LinearWithGradAccumulationAndAsyncCommunication(PlainFunction):
         if needs_weight:
             product = LinearGrad(rows, whole.wait().reshape(-1, x.shape[-1]))
             own = ctx.owned
-            grad_weight = product.compute() if own is None else hand_over(own, product, node=ctx.next_functions[1][0])
+            grad_weight = product.compute() if own is None else deliver(own, product, node=ctx.next_functions[1][0])
         if needs_bias:
             grad_bias = rows.sum(dim=0)
         return None if grad_x is None else grad_x.wait(), grad_weight, grad_bias, *(None for _ in others)

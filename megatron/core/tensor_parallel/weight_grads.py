@@ -1,6 +1,6 @@
 """Weight gradients that are still to be computed: added directly to the accumulation buffer, or computed later.
 
-Layers pass the operands of the GEMM to `hand_over`. They depend neither on the wrapper that accumulates gradients nor
+Layers pass the operands of the GEMM to `deliver`. They depend neither on the wrapper that accumulates gradients nor
 on the schedule that computes them.
 
 [Note: gradient accumulation fusion] A wrapper that accumulates gradients in separate memory (main_grad) registers as
@@ -13,7 +13,7 @@ On a GPU the result of a half-precision GEMM is added to an fp32 main_grad in fp
 it to half precision. main_grad therefore receives up to 16 more correct bits. If the dtypes are equal, only the order
 of scaling and adding differs, which affects the last digits. Deterministic mode uses no owner.
 
-[Note: held products] A WeightGradQueue serves parameters with and without an owner. While it holds, `hand_over` appends
+[Note: held products] A WeightGradQueue serves parameters with and without an owner. While it holds, `deliver` appends
 products, and `run` computes them, for example while an exchange is in flight. The result is bit-identical: in one
 backward, autograd sums all uses of a weight in the order in which their gradients are computed, adds the sum to `.grad`
 and calls the hooks of the parameter. For a weight with pending products,
@@ -84,7 +84,7 @@ def set_grad_owner(param: nn.Parameter, owner: GradOwner | None) -> None:
 
 
 def takes_products(weight: Tensor) -> bool:
-    """Returns whether backward passes the gradient of this use of a weight, any shape and dtype, to `hand_over`.
+    """Returns whether backward passes the gradient of this use of a weight, any shape and dtype, to `deliver`.
 
     That is the case if the weight has an owner or a queue, unless no gradient is recorded.
     """
@@ -93,7 +93,7 @@ def takes_products(weight: Tensor) -> bool:
     return is_taken and weight.requires_grad and torch.is_grad_enabled()
 
 
-def hand_over(weight: Tensor, grad: WeightGrad, *, node: Any) -> Tensor | None:
+def deliver(weight: Tensor, grad: WeightGrad, *, node: Any) -> Tensor | None:
     """Passes a gradient to the weight's queue or owner, or returns it for autograd. Called in backward.
 
     weight: the leaf itself, any shape and dtype. node: the autograd node that accumulates its gradient. The gradient is
@@ -110,7 +110,7 @@ def hand_over(weight: Tensor, grad: WeightGrad, *, node: Any) -> Tensor | None:
         or not _adds_up(node)
     ):
         return grad.compute()
-    if held is not None and held.takes(grad, node):
+    if held is not None and held.append_product(grad, node):
         return None
     if owner is None or not grad.fits(owner.main_grad):
         return grad.compute()
@@ -280,9 +280,9 @@ class _HeldGrads:
                     f"omit {flag}"
                 )
 
-    def takes(self, product: WeightGrad, node: Any) -> bool:
-        """Appends a product, unless it must be computed immediately. node: as in hand_over."""
-        # Products that follow a held one come after it.
+    def append_product(self, product: WeightGrad, node: Any) -> bool:
+        """Appends a product; returns False if it must be computed immediately instead. node: as in deliver."""
+        # The sum must keep the order in which the products would be computed without a queue.
         if not (self._queue.is_holding or self.is_active):
             return False
         detached = product.detached()
@@ -412,7 +412,7 @@ class _LookUp(PlainFunction):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor | None]:
         (ids,) = ctx.saved_tensors
-        return None, hand_over(ctx.weight, _LookUpGrad(grad, ids, ctx.weight.shape[0]), node=ctx.next_functions[1][0])
+        return None, deliver(ctx.weight, _LookUpGrad(grad, ids, ctx.weight.shape[0]), node=ctx.next_functions[1][0])
 
 
 @dataclass(frozen=True)

@@ -344,14 +344,10 @@ def validate_expert_overlap(config: TransformerConfig) -> None:
             "distribute them over at least 2 ranks, or omit it"
         )
     if config.moe_token_dispatcher_type != "alltoall":
-        why = (
-            "the libraries of flex exchange the rows of one pass at a time"
-            if config.moe_token_dispatcher_type == "flex"
-            else "allgather does not separate the launch of an exchange from its end"
-        )
+        why = ", and its buffers hold the rows of one pass only" if config.moe_token_dispatcher_type == "flex" else ""
         raise ValueError(
             f"{given} is True and moe_token_dispatcher_type is {config.moe_token_dispatcher_type}: must be alltoall, "
-            f"because {why}"
+            f"because {config.moe_token_dispatcher_type} waits for an exchange where it launches it{why}"
         )
     captured = graphed_modules(config.cuda_graph_modules, [1]) if config.cuda_graph_impl == "local" else ()
     if config.overlap_moe_expert_parallel_comm and "moe" in captured:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron.core.device import default_device, keep_cpu_heap
 from megatron.core.group_collectives import all_ranks_agree, gather_objects
-from megatron.core.pipeline_parallel.expansion import ExpertEvent, LayerTurns, expand, kept_events
+from megatron.core.pipeline_parallel.expansion import ExpertEvent, expand, kept_events
 from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
@@ -168,11 +168,8 @@ class ExpertSchedule:
             self._pipeline, num_microbatches, group_size=self._microbatch_group_size, paired=self._paired
         )
         recompute = {layer: number for number, (layers, _) in enumerate(self._segments) for layer in layers}
-        # Static dispatch has one turn, because the host reads no row counts.
-        turns = {
-            layer: LayerTurns(in_recompute=not run.draws_numbers) for layers, run in self._segments for layer in layers
-        }
-        events = expand(orders[self._stage], self._layer_map, recompute=recompute, turns=turns)
+        without_turns = {layer for layers, run in self._segments if run.draws_numbers for layer in layers}
+        events = expand(orders[self._stage], self._layer_map, recompute=recompute, recomputed_alone=without_turns)
         return stash_events(kept_events(events))
 
 

@@ -1,7 +1,6 @@
 """Waits of passes that take turns, compared with a simulation of streams in which the order of launches is given."""
 
 import random
-from dataclasses import replace
 from itertools import groupby
 
 import pytest
@@ -114,7 +113,7 @@ def test_a_recomputed_forward_that_keeps_its_turn_waits_for_its_own_exchanges() 
     repeated = PassWork(1, experts=9.0, rest=9.0, exchanged=4.0)
     # It computes nothing between the results and their gradients, so one exchange of the forward is exposed.
     assert waits(backward_parts(backward, repeated), forward_parts(forward)) == [0.0, 1.0]
-    keeping = backward_parts(backward, replace(repeated, hands_over=False))
+    keeping = backward_parts(backward, repeated, repeats_in_turns=False)
     assert waits(keeping, forward_parts(forward)) == [4.0, 2.0]
 
 

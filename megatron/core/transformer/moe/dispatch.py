@@ -73,7 +73,7 @@ class Dispatch:
     order: Any = None
 
 
-class _OfThread(threading.local):
+class _ThreadState(threading.local):
     """The state of the latest forward on each thread. See [Note: state of a dispatch]."""
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class _OfThread(threading.local):
 
     def __reduce__(self) -> Any:
         """Makes deepcopy and pickle create a new, empty record."""
-        return _OfThread, ()
+        return _ThreadState, ()
 
 
 class MoETokenDispatcher(ABC):
@@ -99,8 +99,8 @@ class MoETokenDispatcher(ABC):
     cover: runs while rows are exchanged; None waits for them.
 
     [Note: state of a dispatch] Between the steps the dispatcher stores the state of the forward. A forward may take
-    turns with a backward, on a thread of its own, that recomputes the layer for another micro-batch, so there is a
-    state for each thread. On a thread one forward must end before the next begins.
+    turns with a backward that recomputes the layer for another micro-batch. The two passes run on different threads,
+    so a state for each thread is one for each pass. On a thread one forward must end before the next begins.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: ProcessGroupCollection | None = None) -> None:
@@ -110,7 +110,7 @@ class MoETokenDispatcher(ABC):
         self.ep_size, self.tp_size = group_size(groups.ep), group_size(groups.expt_tp)
         self.shared_experts: Callable[[Tensor], Any] | None = None
         self.cover: ExchangeCover | None = None
-        self._current = _OfThread()
+        self._current = _ThreadState()
 
     def order_rows(self, tokens: Tensor, routing: Routing) -> Any:
         """Runs the part of step 1 that a CUDA graph may capture; returns the second argument of `begin`.

@@ -41,8 +41,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 class RowSplits:
     """Numbers of rows that this rank exchanges with each rank.
 
-    counts: [ranks, e], int64, on the device: rows from each rank for each local expert. num_received: sum of counts.
-    send, receive: rows to and from each rank; None means the same number for every rank.
+    counts: [ranks, e], int64, on the device: rows from each rank for each local expert, or until these have arrived,
+    rows to each rank for each of its experts. num_received: sum of counts. send, receive: rows to and from each rank;
+    None means the same number for every rank.
     """
 
     counts: Tensor
@@ -56,13 +57,13 @@ class AllToAllPassage:
     """Row orders of one forward, which combine reverses.
 
     permutation: order in which this rank's tokens are sent. splits: row counts of the dispatch; combine swaps send and
-    receive. counts: of the rows from each rank, which may still be under way; None if all ranks send the same number.
-    by_expert: order of the received rows; None before they are received, or if they arrive sorted by expert.
+    receive. arriving_counts: of the rows from each rank, until the host has read them; None if all ranks send the same
+    number. by_expert: order of the received rows; None before they are received, or if they arrive sorted by expert.
     """
 
     permutation: PermutationMap
     splits: RowSplits
-    counts: Pending | None = None
+    arriving_counts: Pending | None = None
     by_expert: PermutationMap | None = None
 
 
@@ -146,11 +147,11 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
             self._run_shared_experts(state)
             return rows, weights
         passage: AllToAllPassage = state.rows
-        if passage.counts is not None:
+        if passage.arriving_counts is not None:
             if self.cover is not None:
                 self.cover.before_counts()
-            splits = self.row_splits_sync(passage.splits.counts, passage.counts)
-            state.rows = passage = replace(passage, splits=splits, counts=None)
+            splits = self.row_splits_sync(passage.splits.counts, passage.arriving_counts)
+            state.rows = passage = replace(passage, splits=splits, arriving_counts=None)
         exchange = RowExchange(self.transport, passage.splits.send, passage.splits.receive, cover=self.cover)
         rows, weights = exchange.start(rows, weights)
         # Overlaps with the exchange of rows, in backward too.
@@ -193,6 +194,7 @@ class MoEAlltoAllTokenDispatcher(MoETokenDispatcher):
             splits.receive,
             splits.send,
             cover=self.cover,
+            # None if no counts were exchanged.
             follows_counts=splits.send is not None,
         )
         (combined,) = back.wait(*back.start(hidden_states))
@@ -237,14 +239,14 @@ def to_every_shard(
     return probs.unsqueeze(-1).expand_as(copies).flatten(1), copies.flatten(1)
 
 
-def row_splits_sync(counts: Tensor, arriving: Pending) -> RowSplits:
+def row_splits_sync(counts: Tensor, arriving_counts: Pending) -> RowSplits:
     """Waits for the row counts of all ranks and reads them on the host.
 
-    counts: [ranks, e], int64, number of rows that this rank sends to each expert. arriving: the result of
+    counts: [ranks, e], int64, number of rows that this rank sends to each expert. arriving_counts: the result of
     exchange_counts. NOTE: synchronizes with the device, because row counts determine shapes. A layer does not
     synchronize anywhere else.
     """
-    received = arriving.wait()
+    received = arriving_counts.wait()
     send, receive = torch.stack([counts.sum(dim=1), received.sum(dim=1)]).tolist()
     return RowSplits(received, sum(receive), send, receive)
 
@@ -349,13 +351,13 @@ class RowExchange:
         return _Wait.apply(self, *started)
 
     def take_packed(self) -> Tensor | None:
-        """Returns the packed rows that were received, [R', bytes], uint8, after `wait`, and lets go of them."""
+        """Returns the packed rows that were received, [R', bytes], uint8, after `wait`, and releases them."""
         # Autograd keeps the exchange until backward.
         received, self._packed = self._packed, None
         return received
 
     def take_counts(self) -> Tensor:
-        """Returns the counts that were received, [ranks, *], int64, after `wait`, and lets go of them."""
+        """Returns the counts that were received, [ranks, *], int64, after `wait`, and releases them."""
         received, self._counts = self._counts, None
         assert received is not None, "no counts were sent"
         return received

@@ -235,7 +235,7 @@ class MoEDeepEPTokenDispatcher(MoEFlexTokenDispatcher):
         passage: DeepEPPassage = state.rows
         order = passage.order
         assert order is not None, "token_dispatch comes first"
-        self._record(state, self.budget.demand_on_rank(order.rows_needed, passage.num_tokens), passage.num_tokens)
+        state.demand = self.budget.demand_on_rank(order.rows_needed, passage.num_tokens)
         return order
 
     def token_combine(

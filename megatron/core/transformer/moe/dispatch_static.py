@@ -259,10 +259,6 @@ class MoEStaticTokenDispatcher(MoETokenDispatcher):
             alignment=row_alignment,
         )
 
-    def _record(self, state: Dispatch, demand: RowDemand, num_tokens: int) -> None:
-        """Stores the demand of a dispatch for take_demand; num_tokens: T, tokens per rank."""
-        state.demand = demand
-
     def set_capacity_factor(self, factor: float) -> None:
         """Replaces moe_expert_rank_capacity_factor for later dispatches."""
         self.budget = replace(self.budget, factor=factor)
@@ -344,7 +340,7 @@ class MoEStaticAllGatherTokenDispatcher(MoEStaticTokenDispatcher):
         state = self._current.state
         order: StaticOrder = state.rows
         num_tokens = hidden_states.shape[0] // self.budget.num_ranks
-        self._record(state, self.budget.demand_on_rank(order.rows_needed, num_tokens), num_tokens)
+        state.demand = self.budget.demand_on_rank(order.rows_needed, num_tokens)
         return order
 
     def token_combine(self, hidden_states: Tensor) -> Tensor:
@@ -565,7 +561,7 @@ class MoEStaticAlltoAllTokenDispatcher(MoEStaticTokenDispatcher):
         passage: StaticExchange = state.rows
         received = passage.rank_rows.received
         assert received is not None, "token_dispatch comes first"
-        self._record(state, self._demand_of_both(passage, received.counts), passage.num_tokens)
+        state.demand = self._demand_of_both(passage, received.counts)
         return self.by_expert(received.experts, num_tokens=passage.num_tokens)
 
     def _demand_of_both(self, sent: StaticExchange, counts: Tensor) -> RowDemand:

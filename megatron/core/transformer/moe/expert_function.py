@@ -48,7 +48,7 @@ from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.device.torch_internals import active_hooks, graph_is_kept
 from megatron.core.fusions.gated_activation import GatedActivation
 from megatron.core.paged_rows import PagedRows, Rows
-from megatron.core.tensor_parallel.weight_grads import WeightGrad, hand_over
+from megatron.core.tensor_parallel.weight_grads import WeightGrad, deliver
 from megatron.core.transformer.module import LayerParts, Run, run
 from megatron.core.transformer.moe.grouped_gemm import (
     ExpertGrads,
@@ -625,13 +625,13 @@ def _weight_grads(
             widths = quantized.packed.shape[1], quantized.width
             dtype = fc.weight.dtype
             product = QuantizedGrads(rows, grad, quantized.form, widths, num_rows, offsets, shape, dtype, reader)
-        weight = hand_over(fc.weight, product, node=ctx.next_functions[place][0])
+        weight = deliver(fc.weight, product, node=ctx.next_functions[place][0])
     if needs.lora_a and grad_low is not None:
         kernel = _kernel_of(rows, fc.lora_a, offsets=offsets, is_static=ctx.math.is_static)
         reader = None if number else ctx.saved.new_reader()
         product = ExpertGrads(rows, grad_low, offsets, fc.lora_a.shape, kernel, ctx.row_alignment, reader)
         place += 1 if fc.bias is None else 2
-        a = hand_over(fc.lora_a, product, node=ctx.next_functions[place][0])
+        a = deliver(fc.lora_a, product, node=ctx.next_functions[place][0])
     return weight, a
 
 

@@ -154,7 +154,7 @@ class ExpertGrads:
 
     def detached(self) -> "ExpertGrads | None":
         """Returns the product with detached operands, or None if the rows are in memory that others will reuse."""
-        if self.reader is not None and not self.reader.can_wait:
+        if self.reader is not None and not self.reader.can_be_deferred:
             return None
         rows = self.rows if type(self.rows) is PagedRows else self.rows.detach()
         return replace(self, rows=rows, grad=self.grad.detach())

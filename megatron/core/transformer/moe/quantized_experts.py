@@ -171,7 +171,7 @@ class QuantizedGrads:
 
     def detached(self) -> "QuantizedGrads | None":
         """Returns the product itself: bytes have no graph. None if the rows are in memory that others will reuse."""
-        return self if self.reader is None or self.reader.can_wait else None
+        return self if self.reader is None or self.reader.can_be_deferred else None
 
     def _columns(self, packed: Rows, width: int) -> Tensor:
         columns = self.form.empty_rows(width, packed.shape[0], device=packed.device)

@@ -37,7 +37,7 @@ def alarm() -> Iterator[None]:
 
 
 class Passes:
-    """Two passes that record their segments, and hand over between them. ends: the passes that have ended."""
+    """Two passes that record their segments, and hand over between them. ended: the passes that have ended."""
 
     def __init__(self, turns: PassTurns) -> None:
         self._turns, self.seen, self.ended = turns, list[str](), list[str]()
@@ -158,6 +158,27 @@ def test_an_interrupt_ends_both_passes(turns: PassTurns, is_waiting: bool) -> No
         turns.run_pair(backward, forward)
     # The running segment of the backward ends first.
     assert passes.seen == (["F0", "B0"] if is_waiting else [])
+
+
+@pytest.mark.usefixtures("alarm")
+def test_a_backward_that_an_interrupt_leaves_running_ends_at_its_next_turn(turns: PassTurns) -> None:
+    passes, interrupted, ended = Passes(turns), threading.Event(), list[BaseException]()
+
+    def backward() -> None:
+        turns.hand_over()
+        os.kill(os.getpid(), signal.SIGALRM)
+        interrupted.wait()
+        try:
+            passes.one("B", 2)()
+        except PairAborted as error:
+            ended.append(error)
+            raise
+
+    with pytest.raises(KeyboardInterrupt):
+        turns.run_pair(backward, lambda: None)
+    threading.Timer(0.05, interrupted.set).start()
+    turns.close()
+    assert passes.seen == ["B0"] and len(ended) == 1
 
 
 @pytest.mark.usefixtures("alarm")

@@ -5,7 +5,7 @@ from itertools import product
 
 import pytest
 
-from megatron.core.pipeline_parallel.expansion import LayerTurns, expand, kept_events, turn_order
+from megatron.core.pipeline_parallel.expansion import expand, kept_events, turn_order
 from megatron.core.pipeline_parallel.schedule import (
     Action,
     ActionKind,
@@ -210,8 +210,8 @@ def test_segments_of_a_pair_run_as_if_two_passes_handed_over() -> None:
         assert turn_order([f"b{n}" for n in range(backward)], [f"f{n}" for n in range(forward)]) == log
 
 
-@pytest.mark.parametrize("turns", [LayerTurns(), LayerTurns(dispatch=2), LayerTurns(in_recompute=False)])
-def test_expert_groups_of_a_pair_run_in_the_turns_of_their_layers(turns: LayerTurns) -> None:
+@pytest.mark.parametrize("recomputed_alone", [(), (2, 3)])
+def test_expert_groups_of_a_pair_run_in_the_turns_of_their_layers(recomputed_alone: tuple[int, ...]) -> None:
     layers, recompute = [2, 3, 5], {2: 0, 3: 0}
     order = [
         Action(ActionKind.FORWARD, 0, 0),
@@ -221,18 +221,18 @@ def test_expert_groups_of_a_pair_run_in_the_turns_of_their_layers(turns: LayerTu
 
     def forward(kind: str, instance: int, layers: list[int], *, hands_over: bool) -> Generator[None, None, None]:
         for layer in layers:
-            yield from [None] * turns.dispatch * hands_over
+            yield from [None] * hands_over
             log.append(f"{kind} layer {layer}.{instance}")
-            yield from [None] * turns.combine * hands_over
+            yield from [None] * hands_over
 
     def backward() -> Generator[None, None, None]:
         for segment in ([5], [2, 3]):
             if segment == [2, 3]:
-                yield from forward("R", 0, segment, hands_over=turns.in_recompute)
+                yield from forward("R", 0, segment, hands_over=not recomputed_alone)
             for layer in reversed(segment):
-                yield from [None] * turns.combine
+                yield
                 log.append(f"B layer {layer}.0")
-                yield from [None] * turns.dispatch
+                yield
 
     for _ in forward("F", 0, layers, hands_over=False):
         pass
@@ -240,5 +240,5 @@ def test_expert_groups_of_a_pair_run_in_the_turns_of_their_layers(turns: LayerTu
     while running:
         # Each pass runs to its next turn.
         running = [one for one in running if next(one, "ended") != "ended"]
-    events = expand(order, [layers], recompute=recompute, turns=dict.fromkeys(layers, turns))
+    events = expand(order, [layers], recompute=recompute, recomputed_alone=recomputed_alone)
     assert [str(event) for event in events] == log

@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.grad_intake import ParamHooks
 from megatron.core.tensor_parallel.linear import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.tensor_parallel.random import CheckpointFunction, checkpoint
-from megatron.core.tensor_parallel.weight_grads import LinearGrad, WeightGradQueue, hand_over, look_up
+from megatron.core.tensor_parallel.weight_grads import LinearGrad, WeightGradQueue, deliver, look_up
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, gradients, loss_of, small_config, small_model
 
 FLAG = "--delay-wgrad-compute"
@@ -248,7 +248,7 @@ def test_operands_keep_no_graph_alive_and_are_freed_one_by_one() -> None:
 
         @staticmethod
         def backward(ctx: Any, grad: Tensor) -> Tensor | None:
-            return hand_over(ctx.weight, Counted(), node=ctx.next_functions[0][0])
+            return deliver(ctx.weight, Counted(), node=ctx.next_functions[0][0])
 
     with queue.holding():
         sum(Product.apply(weight) for _ in range(3)).backward()

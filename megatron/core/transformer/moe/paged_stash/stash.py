@@ -896,7 +896,7 @@ class StashedRows:
     def _check_readable(self) -> None:
         self._stash._keeper.check_readable(self._group)
 
-    def _can_wait(self) -> bool:
+    def _can_be_deferred(self) -> bool:
         return self._stash._keeper.keeps_for_readers(self._group)
 
     def __enter__(self) -> "StashedRows":
@@ -915,9 +915,9 @@ class RowsReader:
         self._rows: StashedRows | None = rows
 
     @property
-    def can_wait(self) -> bool:
+    def can_be_deferred(self) -> bool:
         """Whether the product may read the rows after other groups have computed."""
-        return self._rows is not None and self._rows._can_wait()
+        return self._rows is not None and self._rows._can_be_deferred()
 
     def begin(self) -> None:
         """Raises RuntimeError if the rows are no longer in their pages."""
@@ -926,7 +926,7 @@ class RowsReader:
         self._rows._check_readable()
 
     def end(self) -> None:
-        """Says that the product has read the rows."""
+        """Records that the product has read the rows."""
         rows, self._rows = self._rows, None
         if rows is not None:
             rows._end_reader()
