@@ -17,7 +17,8 @@ rounds:
 - time: seconds of forward and backward over those of the sequential side.
 - The same in real time, in the last column. It depends on the cores: a rank that waits leaves its core to other ranks.
 - unpaired: the share of forwards without a pair, and the share that the warm-up of the schedule implies.
-- cpu: CPU seconds of a whole training step over those of the sequential side, without the link.
+- cpu: CPU seconds of a whole training step over those of the sequential side, without the link (cpu x; net x is the
+  ratio of peak memory).
 """
 
 import argparse
@@ -249,10 +250,11 @@ def _total(ranks: list[StepFigures], name: str) -> float:
 
 
 def _print_waits(found: Mapping[str, Any]) -> None:
+    print("exposed / time, relative to the sequential side, with messages as long as a share of the shorter segment:")
     print(f"{'':28}" + "".join(f"{setting:>24}" for setting in SHOWN))
     for side in SIDES:
         cells = [f"{found[side][setting]['exposed']:.3f} / {found[side][setting]['time']:.3f}" for setting in SHOWN]
-        unpaired = f"unpaired {found[side]['unpaired']:.3f}"
+        unpaired = f"forwards without a pair {found[side]['unpaired']:.3f}"
         print(f"{side:28}" + "".join(f"{cell:>24}" for cell in cells) + f"   {unpaired}")
 
 

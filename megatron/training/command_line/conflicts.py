@@ -1,4 +1,4 @@
-"""Checks flags of CUDA graphs, FSDP2, gradient-sharding optimizers and bad-step policies against other flags.
+"""Checks flags of graphs, FSDP2, overlap, gradient-sharding optimizers and bad-step policies against other flags.
 
 Each check yields a line for each conflicting flag. validation.py checks sizes, data, positions, schedules and
 checkpoints. Most conflicts with CUDA graphs concern only fields of TransformerConfig, but that class accepts them:
@@ -265,6 +265,27 @@ def _fully_sharded_conflicts(args: argparse.Namespace) -> list[tuple[str, Any, s
             _OFFLOADED,
         ),
     ]
+
+
+def check_expert_overlap(args: argparse.Namespace) -> Iterator[str]:
+    """Yields an error for each flag that overlaps exchanges of rows in a model none of whose layers exchanges rows.
+
+    TransformerConfig checks its own fields, but a planner's model may contain the dense layers alone.
+    """
+    if args.num_experts is None or any(
+        layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
+    ):
+        return
+    for flag in (
+        "overlap_moe_expert_parallel_comm",
+        "delay_wgrad_compute",
+        "overlap_dispatch_backward_with_experts_wgrad",
+    ):
+        if vars(args)[flag]:
+            yield (
+                f"--{flag.replace('_', '-')} is given and --moe-layer-freq is {args.moe_layer_freq}: no layer has "
+                "experts whose rows are exchanged; omit the flag, or choose layers with experts"
+            )
 
 
 def check_optimizer(args: argparse.Namespace) -> Iterator[str]:

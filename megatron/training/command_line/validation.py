@@ -33,7 +33,13 @@ from megatron.training.command_line.config_builder import (
     invalid_values,
     problems_of_call,
 )
-from megatron.training.command_line.conflicts import check_faults, check_fully_sharded, check_graphs, check_optimizer
+from megatron.training.command_line.conflicts import (
+    check_expert_overlap,
+    check_faults,
+    check_fully_sharded,
+    check_graphs,
+    check_optimizer,
+)
 from megatron.training.command_line.errors import CommandLineError, is_first_rank
 from megatron.training.command_line.flags import flag_table, flags_of_class
 from megatron.training.command_line.parser import CHECKPOINT, COMMAND_LINE, given_arguments
@@ -117,6 +123,7 @@ def _derive_and_check(args: argparse.Namespace) -> list[str]:
         check_experts,
         check_schedule,
         check_logging,
+        check_expert_overlap,
         check_optimizer,
         check_fully_sharded,
         check_graphs,
