@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from megatron.core.device.current import default_device
-from megatron.core.device.torch_internals import dispatch_mode_stack
+from megatron.core.device.torch_internals import TorchDispatchMode, dispatch_mode_stack
 
 # Contexts of inherited_by_threads.
 _INHERITED: ContextVar[tuple[Callable[[], AbstractContextManager[Any]], ...]] = ContextVar("inherited", default=())
@@ -62,7 +62,9 @@ class ThreadSettings:
                 dtype, caches = self._autocast
                 stack.enter_context(torch.autocast(self._kind, dtype=dtype, cache_enabled=caches))
             for mode in self._modes:
-                stack.enter_context(mode)
+                # Not by the methods of its own class, which may begin a new record.
+                TorchDispatchMode.__enter__(mode)
+                stack.push(partial(TorchDispatchMode.__exit__, mode))
             for enter in _INHERITED.get():
                 stack.enter_context(enter())
             return function()

@@ -75,7 +75,10 @@ def expert_overlap(config: ExpertOverlapConfig, model: Sequence[nn.Module]) -> I
 
 
 class ExpertOverlap:
-    """Covers the exchanges of MoE layers between `open` and `close`. Implements ExchangeCover of moe/dispatch.py."""
+    """Covers the exchanges of MoE layers between `open` and `close`. Implements ExchangeCover of moe/dispatch.py.
+
+    A copy of the model, made in a step, has None instead: its passes wait for their exchanges.
+    """
 
     def __init__(self, config: ExpertOverlapConfig) -> None:
         self._layers: list[ExchangesRows] = []
@@ -88,8 +91,8 @@ class ExpertOverlap:
         elif config.overlap_dispatch_backward_with_experts_wgrad:
             self._queue = WeightGradQueue("--overlap-dispatch-backward-with-experts-wgrad")
         self._covers_counts = self._turns is not None and config.delay_wgrad_compute
-        # Whether the turn that covers row counts is still to come, after the experts, because no weight gradients were
-        # held before them. The same on all ranks, because they hold the products of the same layers.
+        # Whether the turn that covers row counts is still to come, after the experts, because no weight gradients came
+        # before them. The same on all ranks, whatever hooks make one of them compute its weight gradients immediately.
         self._delays_turn = False
 
     def open(self, model: Sequence[nn.Module]) -> None:
@@ -120,6 +123,10 @@ class ExpertOverlap:
         if self._turns is not None:
             self._turns.close()
 
+    def __reduce__(self) -> Any:
+        """Makes deepcopy and pickle replace this object by None."""
+        return _nothing, ()
+
     def run_backward(self, backward: Callable[[], None]) -> None:
         """Runs a backward that holds its weight gradients until its next exchange."""
         with nullcontext() if self._queue is None else self._queue.holding():
@@ -145,7 +152,7 @@ class ExpertOverlap:
         """Computes held weight gradients, and hands over, while gradients of rows are exchanged."""
         if self._queue is not None:
             if follows_counts and self._covers_counts:
-                self._delays_turn = self._queue.num_pending == 0
+                self._delays_turn = self._queue.num_delivered == 0
                 if not self._delays_turn:
                     self._hand_over()
             elif self._delays_turn:
@@ -157,3 +164,7 @@ class ExpertOverlap:
     def _hand_over(self) -> None:
         if self._turns is not None:
             self._turns.hand_over()
+
+
+def _nothing() -> None:
+    pass

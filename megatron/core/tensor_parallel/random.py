@@ -263,14 +263,15 @@ def is_recomputing() -> bool:
 
 
 def redraws_numbers() -> bool:
-    """Returns whether the caller recomputes a forward with the random numbers of its first run.
+    """Returns whether the caller recomputes a forward, perhaps with the random numbers of its first run.
 
     The states of the generators then belong to that forward, so that no other forward may draw numbers now.
     """
     if current_backward_id() == -1:
         return False
     later = [one for one in _running() if one.is_later]
-    return any(one.draws_numbers for one in later) if later else _is_in_torch_checkpoint()
+    # A forward that another function repeats in backward, such as torch.utils.checkpoint, has enabled gradients.
+    return any(one.draws_numbers for one in later) if later else torch.is_grad_enabled()
 
 
 def remembered(compute: Callable[[], _Value], *, key: Hashable) -> _Value:

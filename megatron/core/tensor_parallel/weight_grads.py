@@ -103,6 +103,8 @@ def deliver(weight: Tensor, grad: WeightGrad, *, node: Any) -> Tensor | None:
     marks = weight.__dict__
     owner: GradOwner | None = marks.get("grad_owner")
     held: _HeldGrads | None = marks.get("grad_queue")
+    if held is not None:
+        held.count_delivered()
     if (
         (owner is None and held is None)
         or torch.is_grad_enabled()  # create_graph=True: the gradient itself must be differentiable
@@ -151,6 +153,8 @@ class WeightGradQueue:
         # The graph task that has a callback.
         self._task: int | None = None
         self.is_holding = False
+        # Products of served weights since the last `run`, pending or computed at once.
+        self.num_delivered = 0
 
     def serve(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Serves parameters, such as those of named_parameters(), in addition to earlier ones; call between steps.
@@ -212,6 +216,7 @@ class WeightGradQueue:
         May be called by any thread while no other one runs passes of the model. Parameters become ready only in a
         backward: after a call outside of it, when the backward that appended the products continues or ends.
         """
+        self.num_delivered = 0
         may_finish, later, waiting = is_in_backward(), list[_Entry](), set[int]()
         while self._entries:
             entry = self._entries.popleft()
@@ -232,6 +237,7 @@ class WeightGradQueue:
         self._entries.append(entry)
 
     def _drop(self) -> None:
+        self.num_delivered = 0
         self._entries.clear()
         for held in self._served.values():
             if held.is_active:
@@ -269,8 +275,15 @@ class _HeldGrads:
         """Whether there are products whose backward has not accumulated yet."""
         return self._handle is not None
 
+    def count_delivered(self) -> None:
+        """Records that a layer delivers a product, whether or not it is held."""
+        self._queue.num_delivered += 1
+
     def check_hooks(self, flag: str) -> None:
         """Raises ValueError for a post-accumulate-grad hook of other code, which would run too early."""
+        if self._param.dim() < 2 or not self._param.requires_grad:
+            # No product computes its gradient.
+            return
         hooks = self._param._post_accumulate_grad_hooks
         for hook in hooks.values() if hooks else ():
             if not isinstance(hook, DeferrableHook):

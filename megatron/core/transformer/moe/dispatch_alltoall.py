@@ -348,6 +348,9 @@ class RowExchange:
 
     def wait(self, *started: Tensor) -> tuple[Tensor, ...]:
         """Returns the received tensors, sorted by sender: [R', *], float. started: the result of `start`."""
+        # Not in _Wait's forward, where autograd disables gradients: see redraws_numbers.
+        if self.cover is not None:
+            self.cover.before_rows()
         return _Wait.apply(self, *started)
 
     def take_packed(self) -> Tensor | None:
@@ -420,8 +423,6 @@ class _Wait(PlainFunction):
     @staticmethod
     def forward(ctx: Any, exchange: RowExchange, *started: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
-        if exchange.cover is not None:
-            exchange.cover.before_rows()
         exchange.finish()
         return tuple([one.view_as(one) for one in started])
 

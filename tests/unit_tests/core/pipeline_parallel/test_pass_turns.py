@@ -1,18 +1,25 @@
 """PassTurns: the order of the turns of a pair, errors in its passes, and the settings of the backward's thread."""
 
+import copy
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
+from megatron.core.device import inherited_by_threads
+from megatron.core.model_parallel_config import ExpertOverlapConfig
 from megatron.core.pipeline_parallel.expansion import turn_order
+from megatron.core.pipeline_parallel.expert_overlap import ExpertOverlap
 from megatron.core.pipeline_parallel.pass_turns import PairAborted, PassTurns
 from megatron.core.tensor_parallel.random import recompute
 
@@ -204,11 +211,12 @@ def test_an_interrupt_at_any_time_hangs_nothing(turns: PassTurns) -> None:
 
 
 class Ops(TorchDispatchMode):
-    """Records the names of operators."""
+    """Records the names of operators, from the beginning whenever it is entered."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __enter__(self) -> "Ops":
         self.seen: list[str] = []
+        super().__enter__()
+        return self
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.seen.append(func.name())
@@ -217,7 +225,12 @@ class Ops(TorchDispatchMode):
 
 def test_the_backward_runs_with_the_settings_of_the_caller(turns: PassTurns) -> None:
     leaf, found = torch.ones(3, requires_grad=True), dict[str, Any]()
-    loss, ones, ops = leaf.square().sum(), torch.ones(()), Ops()
+    loss, ones, ops, entered = leaf.square().sum(), torch.ones(()), Ops(), list[int]()
+
+    @contextmanager
+    def record_thread() -> Iterator[None]:
+        entered.append(threading.get_ident())
+        yield
 
     def backward() -> None:
         found["thread"], found["device"] = threading.get_ident(), torch.empty(0).device.type
@@ -230,12 +243,18 @@ def test_the_backward_runs_with_the_settings_of_the_caller(turns: PassTurns) -> 
     leaf.register_hook(look)
     token = SETTING.set("given")
     try:
-        with ops, torch.autocast("cpu", dtype=torch.bfloat16), torch.device("meta"):
+        with (
+            ops,
+            torch.autocast("cpu", dtype=torch.bfloat16),
+            torch.device("meta"),
+            inherited_by_threads(record_thread),
+        ):
+            ops.seen.append("before")
             turns.run_pair(backward, lambda: ops.seen.append("forward"))
             assert torch.is_autocast_enabled("cpu") and torch.empty(0).device.type == "meta"
     finally:
         SETTING.reset(token)
-    assert found.pop("thread") != threading.get_ident()
+    assert entered == [found.pop("thread")] != [threading.get_ident()] and ops.seen[0] == "before"
     assert found == {"autocast": torch.bfloat16, "device": "meta", "setting": "given"}
     assert "aten::mul.Tensor" in ops.seen and ops.seen.index("forward") > ops.seen.index("aten::mul.Tensor")
     # Settings of an earlier pair do not remain on the thread.
@@ -244,8 +263,17 @@ def test_the_backward_runs_with_the_settings_of_the_caller(turns: PassTurns) -> 
     assert found == {"autocast": False, "device": "cpu", "setting": "none"}
 
 
-@pytest.mark.parametrize("draws_numbers", [False, True])
-def test_a_recomputation_hands_over_unless_it_redraws_random_numbers(turns: PassTurns, draws_numbers: bool) -> None:
+RECOMPUTES: dict[str, tuple[Callable[..., torch.Tensor], bool]] = {
+    "draws nothing": (partial(recompute, draws_numbers=False), True),
+    "draws": (partial(recompute, draws_numbers=True), False),
+    "by torch": (partial(checkpoint, use_reentrant=False), False),
+    "by torch with reentry": (partial(checkpoint, use_reentrant=True), False),
+}
+
+
+@pytest.mark.parametrize("name", RECOMPUTES)
+def test_a_recomputation_hands_over_unless_it_may_redraw_random_numbers(turns: PassTurns, name: str) -> None:
+    again, takes_turns = RECOMPUTES[name]
     seen: list[str] = []
 
     def layer(x: torch.Tensor) -> torch.Tensor:
@@ -255,7 +283,7 @@ def test_a_recomputation_hands_over_unless_it_redraws_random_numbers(turns: Pass
         return x.sigmoid().exp()
 
     given = torch.ones(2, requires_grad=True)
-    loss = recompute(layer, given, draws_numbers=draws_numbers).sum()
+    loss = again(layer, given).sum()
     assert seen == ["before", "after"]
     seen.clear()
 
@@ -265,4 +293,9 @@ def test_a_recomputation_hands_over_unless_it_redraws_random_numbers(turns: Pass
         seen.append("F1")
 
     turns.run_pair(loss.backward, forward)
-    assert seen == (["before", "after", "F0", "F1"] if draws_numbers else ["before", "F0", "after", "F1"])
+    assert seen == (["before", "F0", "after", "F1"] if takes_turns else ["before", "after", "F0", "F1"])
+
+
+def test_a_copy_of_a_layer_has_no_part_in_the_turns() -> None:
+    overlap = ExpertOverlap(ExpertOverlapConfig(overlap_moe_expert_parallel_comm=True, delay_wgrad_compute=True))
+    assert copy.deepcopy({"cover": overlap}) == {"cover": None}

@@ -16,7 +16,14 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.grad_intake import ParamHooks
 from megatron.core.tensor_parallel.linear import linear_with_grad_accumulation_and_async_allreduce
 from megatron.core.tensor_parallel.random import CheckpointFunction, checkpoint
-from megatron.core.tensor_parallel.weight_grads import LinearGrad, WeightGradQueue, deliver, look_up
+from megatron.core.tensor_parallel.weight_grads import (
+    GradOwner,
+    LinearGrad,
+    WeightGradQueue,
+    deliver,
+    look_up,
+    set_grad_owner,
+)
 from tests.unit_tests.core.models.small_models import LLAMA_LIKE, gradients, loss_of, small_config, small_model
 
 FLAG = "--delay-wgrad-compute"
@@ -255,6 +262,62 @@ def test_operands_keep_no_graph_alive_and_are_freed_one_by_one() -> None:
     assert Counted.num_alive == [3, 2, 1] and not Counted.alive
 
 
+def test_operands_are_unaffected_by_later_writes_to_the_memory_of_others() -> None:
+    table, ids, x = nn.Parameter(torch.zeros(4, 2)), torch.tensor([1, 3]), torch.ones(2, 2, requires_grad=True)
+    queue = queue_of(nn.ParameterDict({"table": table}))
+    # Created first, and therefore visited last: the next batch overwrites the ids.
+    last = Watching.apply(x, ids.zero_)
+    with queue.holding():
+        (look_up(ids, table) * last).sum().backward()
+    assert table.grad is not None and table.grad.sum(dim=1).tolist() == [0, 2, 0, 2]
+
+    # The gradient of a use that is no product may be memory that others read.
+    weight, other = nn.Parameter(torch.ones(2, 3)), torch.ones(2, 3)
+    queue, shared = queue_of(nn.ParameterDict({"weight": weight})), list[Tensor]()
+    set_grad_owner(weight, GradOwner(torch.zeros(2, 3), lambda product: None))
+    for _ in range(2):
+        plain = weight.view_as(weight)
+        plain.register_hook(lambda grad: shared.append(grad))
+        with queue.holding():
+            (linear(torch.ones(1, 3), weight).sum() + (plain * other).sum()).backward()
+    assert weight.grad is not None and (weight.grad == 2).all()
+    assert [grad.tolist() for grad in shared] == 2 * [other.tolist()]
+
+
+def test_gradients_have_the_strides_of_their_parameters() -> None:
+    weight, x = nn.Parameter(torch.ones(3, 2).t()), torch.ones(1, 3)
+    queue = queue_of(nn.ParameterDict({"weight": weight}))
+    with queue.holding():
+        linear(x, weight).sum().backward()
+    assert weight.grad is not None and weight.grad.stride() == weight.stride() and (weight.grad == 1).all()
+
+
+def test_a_product_whose_operands_will_be_overwritten_is_computed_at_once() -> None:
+    weight, rows = nn.Parameter(torch.ones(2, 2)), torch.ones(3, 2)
+    queue = queue_of(nn.ParameterDict({"weight": weight}))
+
+    class Borrowing(LinearGrad):
+        def detached(self) -> None:
+            """Its rows are memory that will be reused."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: Tensor) -> Tensor:
+            ctx.weight = weight
+            return weight.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor | None:
+            given = deliver(ctx.weight, Borrowing(rows, torch.ones(3, 2)), node=ctx.next_functions[0][0])
+            rows.zero_()
+            return given
+
+    with queue.holding():
+        # The linear layer's product is held when the other one arrives.
+        (Product.apply(weight) + linear(torch.ones(3, 2), weight).sum()).backward()
+    assert weight.grad is not None and (weight.grad == 6).all()
+
+
 def test_everything_is_computed_at_the_end_of_the_outermost_backward() -> None:
     weight, x = nn.Parameter(torch.ones(4, 4)), torch.ones(3, 4, requires_grad=True)
     queue, pending = queue_of(nn.ParameterDict({"weight": weight})), []
@@ -343,6 +406,17 @@ def test_hooks_of_other_code_are_refused_by_name() -> None:
         queue.holding(),
     ):
         raise AssertionError("refused before")
+
+
+def test_hooks_of_parameters_without_products_are_allowed() -> None:
+    norm, frozen, seen = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, 4)), list[Tensor]()
+    for param in (norm, frozen):
+        param.register_post_accumulate_grad_hook(lambda param: seen.append(param.grad.clone()))
+    frozen.requires_grad_(False)
+    queue = queue_of(nn.ParameterDict({"norm": norm, "frozen": frozen}))
+    with queue.holding():
+        linear(norm.unsqueeze(0), frozen).sum().backward()
+    assert [grad.tolist() for grad in seen] == [[4.0] * 4]
 
 
 def test_hooks_on_reduced_gradients_run_with_the_whole_gradient() -> None:
