@@ -268,19 +268,11 @@ def targets_of(name: str, kind: str, found: Mapping[str, Any]) -> list[Target]:
             continue
         targets.append(Target(f"{name}, {side}: unpaired", figures["unpaired"], figures["warm-up"]))
         for setting in SETTINGS:
-            if setting.clock is CpuClock and can_cover(kind, side, setting):
+            # The backward of a recomputed layer has four messages, and the forward two parts to cover them.
+            if setting.clock is CpuClock and kind != "recomputed":
                 exposed = figures[str(setting)]["exposed"]
                 targets.append(Target(f"{name}, {side}: exposed, {setting}", exposed, 0.15))
     return targets
-
-
-def can_cover(kind: str, side: str, setting: Setting) -> bool:
-    """Returns whether a pair has a part of a layer for each of its messages."""
-    if kind == "recomputed":
-        # The backward of a layer has four messages, and the forward two parts.
-        return False
-    # Nothing but weight gradients covers the messages of dropless row counts, which take time without a bandwidth.
-    return kind != "dropless" or side != "pairs" or setting.has_bandwidth
 
 
 def share_of_warm_up(stages: int, chunks: int) -> float:

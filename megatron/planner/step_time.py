@@ -18,7 +18,7 @@ from megatron.core.pipeline_parallel.schedule import (
 )
 from megatron.core.pipeline_parallel.timeline import Interval, Timeline, timeline
 from megatron.planner.pair_time import Part, PassWork, backward_parts, forward_parts, waits
-from megatron.planner.plan import Plan, has_dynamic_rows
+from megatron.planner.plan import Plan
 from megatron.planner.work import (
     AGREEMENT,
     BACKWARD,
@@ -197,6 +197,7 @@ def overlap_of(run_config: RunConfig) -> Overlap:
     drops = transformer.recompute_granularity == "full" and (
         transformer.attention_dropout or transformer.hidden_dropout
     )
+    counts_rows = transformer.overlap_moe_expert_parallel_comm and transformer.exchanges_dropless_rows
     return Overlap(
         gradients=ddp.overlap_grad_reduce,
         parameters=ddp.overlap_param_gather,
@@ -204,9 +205,11 @@ def overlap_of(run_config: RunConfig) -> Overlap:
         transfers=transformer.overlap_p2p_comm,
         overlapped_by=overlapped_by,
         head_groups=frozenset(group for kind, group in _HEAD_GROUPS.items() if kind in kinds),
-        holds_expert_grads=transformer.delay_wgrad_compute or transformer.overlap_dispatch_backward_with_experts_wgrad,
+        holds_expert_grads=transformer.delay_wgrad_compute
+        or transformer.overlap_dispatch_backward_with_experts_wgrad
+        or counts_rows,
         holds_grads=transformer.delay_wgrad_compute,
-        counts_rows=transformer.delay_wgrad_compute and has_dynamic_rows(run_config),
+        counts_rows=counts_rows,
         recompute_in_turns=not (drops or transformer.moe_input_jitter_eps),
     )
 

@@ -155,13 +155,21 @@ class TracedSteps:
 @contextmanager
 def _expert_overlap(config: TransformerConfig, *, holds_grads: bool, in_turns: bool) -> Iterator[None]:
     """Context in which exchanges of rows overlap only as selected, in steps that begin inside it."""
-    flags = {
-        "overlap_moe_expert_parallel_comm": in_turns,
-        "delay_wgrad_compute": holds_grads,
-        "overlap_dispatch_backward_with_experts_wgrad": holds_grads,
-    }
-    given = {name: getattr(config, name) for name in flags}
-    vars(config).update({name: given[name] and is_kept for name, is_kept in flags.items()})
+    pairs, delays, delays_experts = (
+        "overlap_moe_expert_parallel_comm",
+        "delay_wgrad_compute",
+        "overlap_dispatch_backward_with_experts_wgrad",
+    )
+    given = {name: getattr(config, name) for name in (pairs, delays, delays_experts)}
+    # Pairs with dropless layers hold the weight gradients of experts in passes that run alone, too.
+    holds_experts = given[delays_experts] or (given[pairs] and config.exchanges_dropless_rows)
+    vars(config).update(
+        {
+            pairs: given[pairs] and in_turns,
+            delays: given[delays] and holds_grads,
+            delays_experts: holds_experts and holds_grads,
+        }
+    )
     try:
         yield
     finally:

@@ -4,8 +4,30 @@ With overlap_moe_expert_parallel_comm the passes of a pair take turns (pass_turn
 overlap_dispatch_backward_with_experts_wgrad for experts only, a backward computes its weight gradients during its
 exchanges (tensor_parallel/weight_grads.py).
 
-[Note: what covers an exchange] With both, a layer's exchanges alternate with these parts of its backward and of the
+[Note: what covers an exchange] In a pair, a layer's exchanges alternate with these parts of its backward and of the
 other pass's forward, from top to bottom:
+
+    forward                          backward
+                                     launch the gradients of combine
+    router, launch dispatch
+                                     experts, launch the gradients of dispatch
+    experts, launch combine
+                                     router, attention
+
+Layers with static buffers send row counts with the rows. In dropless layers the host must read them before the rows are
+sent. This exchange needs a cover as well, so pairs with such layers always hold the weight gradients of experts:
+
+    forward                          backward
+                                     launch the gradients of combine
+    router, launch row counts
+                                     experts, launch the gradients of dispatch
+    launch dispatch
+                                     held weight gradients of experts
+    experts, launch combine
+                                     router, attention
+
+Dispatch shares the link with the gradients of dispatch, and the weight gradients of experts cover both. With
+delay_wgrad_compute there is a better cover, the weight gradients of the layer whose backward ran before, if any:
 
     forward                          backward
                                      launch the gradients of combine
@@ -15,22 +37,6 @@ other pass's forward, from top to bottom:
                                      experts, launch the gradients of dispatch, held weight gradients
     experts, launch combine
                                      router, attention
-
-Row counts are exchanged before the rows only if the host must read them, in dropless layers. In layers with static
-buffers they travel with the rows. Without delay_wgrad_compute the backward has no part that could cover the exchange of
-row counts, so the forward does not hand over there. A stage's last layer holds no weight gradients yet, so the experts
-cover its row counts, and their weight gradients cover the rows:
-
-    forward                          backward
-                                     launch the gradients of combine
-    router, launch row counts
-                                     experts, launch the gradients of dispatch
-    launch dispatch
-                                     held weight gradients
-    experts, launch combine
-
-In the other layers this would be slower. Dispatch is launched after the gradients of dispatch and shares the link with
-them, so the backward would have to cover two exchanges with the weight gradients of its experts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -48,9 +54,13 @@ from megatron.core.tensor_parallel.weight_grads import WeightGradQueue
 
 @runtime_checkable
 class ExchangesRows(Protocol):
-    """A MoE layer. experts: the module whose rows are exchanged."""
+    """A MoE layer.
+
+    experts: the module whose rows are exchanged. exchanges_dropless_rows: see TransformerConfig.
+    """
 
     experts: nn.Module
+    exchanges_dropless_rows: bool
 
     def set_exchange_cover(self, cover: Any) -> None:
         """Sets the object whose methods run during the layer's exchanges, see ExchangeCover in moe/dispatch.py."""
@@ -81,22 +91,19 @@ class ExpertOverlap:
     """
 
     def __init__(self, config: ExpertOverlapConfig) -> None:
-        self._layers: list[ExchangesRows] = []
+        self._config, self._layers = config, list[ExchangesRows]()
         self._turns = PassTurns() if config.overlap_moe_expert_parallel_comm else None
         self._queue: WeightGradQueue | None = None
-        # Whether the queue holds the weight gradients of experts only.
-        self._holds_experts_only = not config.delay_wgrad_compute
-        if config.delay_wgrad_compute:
-            self._queue = WeightGradQueue("--delay-wgrad-compute")
-        elif config.overlap_dispatch_backward_with_experts_wgrad:
-            self._queue = WeightGradQueue("--overlap-dispatch-backward-with-experts-wgrad")
-        self._covers_counts = self._turns is not None and config.delay_wgrad_compute
         # Whether the turn that covers row counts is still to come, after the experts, because no weight gradients came
         # before them. The same on all ranks, whatever hooks make one of them compute its weight gradients immediately.
         self._delays_turn = False
 
     def open(self, model: Sequence[nn.Module]) -> None:
         """Covers the exchanges of the chunks of `model`. Raises ValueError if a weight's gradients cannot be held."""
+        modules = [item for chunk in model for item in chunk.named_modules()]
+        layers = [(name, module) for name, module in modules if isinstance(module, ExchangesRows)]
+        flag = self._flag_of_queue([layer for _, layer in layers])
+        self._queue = None if flag is None else WeightGradQueue(flag)
         for chunk in model:
             if self._turns is not None and any(isinstance(param, DTensor) for param in chunk.parameters()):
                 raise ValueError(
@@ -104,15 +111,24 @@ class ExpertOverlap:
                     "TorchFullyShardedDataParallel: the backward of one micro-batch would release parameters that the "
                     "forward of another still uses, so omit --overlap-moe-expert-parallel-comm, or --use-torch-fsdp2"
                 )
-            if self._queue is not None and not self._holds_experts_only:
+            if self._queue is not None and self._config.delay_wgrad_compute:
                 self._queue.serve(chunk.named_parameters())
-            for name, layer in chunk.named_modules():
-                if not isinstance(layer, ExchangesRows):
-                    continue
-                if self._queue is not None and self._holds_experts_only:
-                    self._queue.serve(layer.experts.named_parameters(prefix=f"{name}.experts"))
-                layer.set_exchange_cover(self)
-                self._layers.append(layer)
+        for name, layer in layers:
+            if self._queue is not None and not self._config.delay_wgrad_compute:
+                self._queue.serve(layer.experts.named_parameters(prefix=f"{name}.experts"))
+            layer.set_exchange_cover(self)
+            self._layers.append(layer)
+
+    def _flag_of_queue(self, layers: Sequence[ExchangesRows]) -> str | None:
+        """Returns the flag with which weight gradients are held, for errors; None if they are not."""
+        if self._config.delay_wgrad_compute:
+            return "--delay-wgrad-compute"
+        if self._config.overlap_dispatch_backward_with_experts_wgrad:
+            return "--overlap-dispatch-backward-with-experts-wgrad"
+        if self._turns is not None and any(layer.exchanges_dropless_rows for layer in layers):
+            # See [Note: what covers an exchange].
+            return "--overlap-moe-expert-parallel-comm"
+        return None
 
     def close(self) -> None:
         """Leaves the layers as they were."""
@@ -140,9 +156,8 @@ class ExpertOverlap:
     # See [Note: what covers an exchange].
 
     def before_counts(self) -> None:
-        """Hands over while row counts are exchanged, if the backward can cover them."""
-        if self._covers_counts:
-            self._hand_over()
+        """Hands over while row counts are exchanged."""
+        self._hand_over()
 
     def before_rows(self) -> None:
         """Hands over while rows are exchanged."""
@@ -151,7 +166,7 @@ class ExpertOverlap:
     def before_row_gradients(self, *, follows_counts: bool) -> None:
         """Computes held weight gradients, and hands over, while gradients of rows are exchanged."""
         if self._queue is not None:
-            if follows_counts and self._covers_counts:
+            if follows_counts:
                 self._delays_turn = self._queue.num_delivered == 0
                 if not self._delays_turn:
                     self._hand_over()

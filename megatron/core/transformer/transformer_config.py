@@ -246,6 +246,17 @@ class TransformerConfig(
         return None if in_bf16 else self.block_format
 
     @property
+    def exchanges_dropless_rows(self) -> bool:
+        """Whether ranks exchange rows whose number depends on the routing, so that they first exchange row counts."""
+        return (
+            self.num_moe_experts is not None
+            and self.moe_token_dispatcher_type == "alltoall"
+            and self.expert_model_parallel_size * self.expert_tensor_parallel_size > 1
+            and self.moe_expert_rank_capacity_factor is None
+            and not self.moe_pad_expert_input_to_capacity
+        )
+
+    @property
     def hidden_dtype(self) -> torch.dtype:
         """Dtype of the residual stream: at least fp32 with fp32_residual_connection."""
         return (

@@ -148,6 +148,11 @@ class MoELayer(BaseMoELayer):
         if self.shared_expert_overlap:
             self.token_dispatcher.set_shared_experts(self._run_shared_experts)
 
+    @property
+    def exchanges_dropless_rows(self) -> bool:
+        """Whether the ranks of experts exchange row counts before the rows."""
+        return self.config.exchanges_dropless_rows
+
     def set_exchange_cover(self, cover: ExchangeCover | None) -> None:
         """Sets the computation that overlaps with the exchanges of rows; None waits for them."""
         self.token_dispatcher.cover = cover
