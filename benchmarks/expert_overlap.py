@@ -42,6 +42,7 @@ from benchmarks.gpu.record import Target, report_targets  # noqa: E402
 from benchmarks.one_link import Clock, CpuClock, LinkTransport, OneLink, WallClock, patch_counts_and_stages  # noqa: E402
 from benchmarks.sides import Measurement, Side, context, print_table, run_measured_rounds, start_side  # noqa: E402
 from benchmarks.train_step import build_run  # noqa: E402
+from megatron.core.device.torch_internals import is_in_backward  # noqa: E402
 from megatron.core.pipeline_parallel.runner import ScheduleRunner  # noqa: E402
 from megatron.core.pipeline_parallel.schedule import (  # noqa: E402
     Action,
@@ -328,11 +329,18 @@ class _Watch:
         self.figures, self._restart = StepFigures(), restart_link
 
     def attach(self, layer: Any) -> None:
-        """Records the segments of a transformer layer's forward. They are meaningless in passes that take turns."""
+        """Records the segments of a transformer layer's first forward. They are meaningless in passes that take turns."""
         moe = layer.mlp
         for part, first, last in (("attention", layer, moe.router), ("experts", moe.experts, moe.experts)):
-            first.register_forward_pre_hook(lambda *_: setattr(self, "_start", self.now))
-            last.register_forward_hook(lambda *_, part=part: self.figures.segments[part].append(self.now - self._start))
+            first.register_forward_pre_hook(lambda *_: self._begin_segment())
+            last.register_forward_hook(lambda *_, part=part: self._end_segment(part))
+
+    def _begin_segment(self) -> None:
+        self._start = self.now
+
+    def _end_segment(self, part: str) -> None:
+        if not is_in_backward():
+            self.figures.segments[part].append(self.now - self._start)
 
     def patch_runner(self) -> None:
         """Records the passes of all following steps."""
