@@ -329,7 +329,7 @@ class _Watch:
         self.figures, self._restart = StepFigures(), restart_link
 
     def attach(self, layer: Any) -> None:
-        """Records the segments of a transformer layer's first forward. They are meaningless in passes that take turns."""
+        """Records the segments of a layer's first forward. They are meaningless in passes that take turns."""
         moe = layer.mlp
         for part, first, last in (("attention", layer, moe.router), ("experts", moe.experts, moe.experts)):
             first.register_forward_pre_hook(lambda *_: self._begin_segment())
