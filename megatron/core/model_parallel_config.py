@@ -194,8 +194,8 @@ class ExpertOverlapConfig:
         False,
         help="Run the forward pass of one micro-batch and the backward pass of another in turns, so that each computes "
         "while rows of the other one are exchanged between the ranks of experts. Results are the same. Stages run more "
-        "forward passes ahead, which require memory. With dropless experts, weight gradients of experts are computed "
-        "as with --overlap-dispatch-backward-with-experts-wgrad. Requires --moe-token-dispatcher-type alltoall.",
+        "forward passes ahead, which require memory. With dropless experts, includes --delay-wgrad-compute. Requires "
+        "--moe-token-dispatcher-type alltoall.",
     )
     delay_wgrad_compute: bool = config_field(
         False,

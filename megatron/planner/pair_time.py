@@ -68,7 +68,7 @@ class PassWork:
     in_transit: computation while rows are sent to experts, such as an overlapped shared expert. held_experts and
     held_rest: weight gradients of experts and of the rest that a backward computes after it has launched its next
     exchange. counts_rows: whether each layer hands over once more: a forward until the host can read row counts, a
-    backward before it computes the held gradients of the rest, or without such gradients, those of experts.
+    backward before it computes the held gradients of the rest.
     """
 
     layers: int
@@ -119,12 +119,10 @@ def backward_parts(work: PassWork, repeated: PassWork | None = None, *, repeats_
     it hands over there too.
     """
     again = () if repeated is None else _forward_layer(repeated)
-    # See [Note: what covers an exchange] in expert_overlap.py.
-    early, late = (work.counts_rows and bool(work.held_rest) is holds_rest for holds_rest in (True, False))
     layer = [
         *(part for part in again if repeats_in_turns or part is not HAND_OVER),
         work.message,
-        *([HAND_OVER] if early else ()),
+        *([HAND_OVER] if work.counts_rows else ()),
         # Those that the next layer has held, whose backward ran before. The last layer's are taken to be as many.
         work.in_layer(work.held_rest),
         HAND_OVER,
@@ -132,7 +130,6 @@ def backward_parts(work: PassWork, repeated: PassWork | None = None, *, repeats_
         work.in_layer(work.experts),
         work.message,
         work.in_layer(work.in_transit),
-        *([HAND_OVER] if late else ()),
         work.in_layer(work.held_experts),
         HAND_OVER,
         WAIT,

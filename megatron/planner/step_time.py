@@ -198,6 +198,7 @@ def overlap_of(run_config: RunConfig) -> Overlap:
         transformer.attention_dropout or transformer.hidden_dropout
     )
     counts_rows = transformer.overlap_moe_expert_parallel_comm and transformer.exchanges_dropless_rows
+    holds_grads = transformer.delay_wgrad_compute or counts_rows
     return Overlap(
         gradients=ddp.overlap_grad_reduce,
         parameters=ddp.overlap_param_gather,
@@ -205,10 +206,8 @@ def overlap_of(run_config: RunConfig) -> Overlap:
         transfers=transformer.overlap_p2p_comm,
         overlapped_by=overlapped_by,
         head_groups=frozenset(group for kind, group in _HEAD_GROUPS.items() if kind in kinds),
-        holds_expert_grads=transformer.delay_wgrad_compute
-        or transformer.overlap_dispatch_backward_with_experts_wgrad
-        or counts_rows,
-        holds_grads=transformer.delay_wgrad_compute,
+        holds_expert_grads=holds_grads or transformer.overlap_dispatch_backward_with_experts_wgrad,
+        holds_grads=holds_grads,
         counts_rows=counts_rows,
         recompute_in_turns=not (drops or transformer.moe_input_jitter_eps),
     )

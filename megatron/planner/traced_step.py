@@ -161,13 +161,13 @@ def _expert_overlap(config: TransformerConfig, *, holds_grads: bool, in_turns: b
         "overlap_dispatch_backward_with_experts_wgrad",
     )
     given = {name: getattr(config, name) for name in (pairs, delays, delays_experts)}
-    # Pairs with dropless layers hold the weight gradients of experts in passes that run alone, too.
-    holds_experts = given[delays_experts] or (given[pairs] and config.exchanges_dropless_rows)
+    # Stages with pairs and dropless layers hold weight gradients in passes that run alone, too.
+    is_held = given[delays] or (given[pairs] and config.exchanges_dropless_rows)
     vars(config).update(
         {
             pairs: given[pairs] and in_turns,
-            delays: given[delays] and holds_grads,
-            delays_experts: holds_experts and holds_grads,
+            delays: is_held and holds_grads,
+            delays_experts: given[delays_experts] and holds_grads,
         }
     )
     try:

@@ -44,22 +44,6 @@ QUEUES: dict[str, Flags] = {"": {}, " and weights": {"delay-wgrad-compute": True
 DROPLESS = """
 launch combine'2
                     attention1, router1, launch counts1
-wait combine'2, experts'2, launch dispatch'2
-                    wait counts1, launch dispatch1
-weights
-                    wait dispatch1, experts1, launch combine1
-wait dispatch'2, router'2, attention'2, launch combine'1
-                    wait combine1, attention2, router2, launch counts2
-wait combine'1, experts'1, launch dispatch'1
-                    wait counts2, launch dispatch2
-weights
-                    wait dispatch2, experts2, launch combine2
-wait dispatch'1, router'1, attention'1
-                    wait combine2
-"""
-DROPLESS_AND_WEIGHTS = """
-launch combine'2
-                    attention1, router1, launch counts1
 weights
                     wait counts1, launch dispatch1
 wait combine'2, experts'2, launch dispatch'2, weights
@@ -100,7 +84,7 @@ wait dispatch'1, router'1, attention'1, weights
 """
 SEQUENCES = {
     "dropless": DROPLESS,
-    "dropless and weights": DROPLESS_AND_WEIGHTS,
+    "dropless and weights": DROPLESS,
     "static": STATIC,
     "static and weights": STATIC_AND_WEIGHTS,
     "stash": STATIC,

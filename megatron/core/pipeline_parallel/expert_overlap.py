@@ -15,19 +15,7 @@ other pass's forward, from top to bottom:
                                      router, attention
 
 Layers with static buffers send row counts with the rows. In dropless layers the host must read them before the rows are
-sent. This exchange needs a cover as well, so pairs with such layers always hold the weight gradients of experts:
-
-    forward                          backward
-                                     launch the gradients of combine
-    router, launch row counts
-                                     experts, launch the gradients of dispatch
-    launch dispatch
-                                     held weight gradients of experts
-    experts, launch combine
-                                     router, attention
-
-Dispatch shares the link with the gradients of dispatch, and the weight gradients of experts cover both. With
-delay_wgrad_compute there is a better cover, the weight gradients of the layer whose backward ran before, if any:
+sent. This exchange needs a cover as well, so pairs with such layers always hold weight gradients:
 
     forward                          backward
                                      launch the gradients of combine
@@ -37,6 +25,21 @@ delay_wgrad_compute there is a better cover, the weight gradients of the layer w
                                      experts, launch the gradients of dispatch, held weight gradients
     experts, launch combine
                                      router, attention
+
+A stage's last layer holds no weight gradients yet, so the experts cover its row counts, and their weight gradients
+cover the rows:
+
+    forward                          backward
+                                     launch the gradients of combine
+    router, launch row counts
+                                     experts, launch the gradients of dispatch
+    launch dispatch
+                                     held weight gradients
+    experts, launch combine
+                                     router, attention
+
+In the other layers this would be slower. Dispatch is launched after the gradients of dispatch and shares the link with
+them, so the backward would have to cover two exchanges with the weight gradients of its experts.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -100,35 +103,34 @@ class ExpertOverlap:
 
     def open(self, model: Sequence[nn.Module]) -> None:
         """Covers the exchanges of the chunks of `model`. Raises ValueError if a weight's gradients cannot be held."""
-        modules = [item for chunk in model for item in chunk.named_modules()]
-        layers = [(name, module) for name, module in modules if isinstance(module, ExchangesRows)]
-        flag = self._flag_of_queue([layer for _, layer in layers])
-        self._queue = None if flag is None else WeightGradQueue(flag)
-        for chunk in model:
-            if self._turns is not None and any(isinstance(param, DTensor) for param in chunk.parameters()):
-                raise ValueError(
-                    "overlap_moe_expert_parallel_comm is True, but parameters are DTensors, as in "
-                    "TorchFullyShardedDataParallel: the backward of one micro-batch would release parameters that the "
-                    "forward of another still uses, so omit --overlap-moe-expert-parallel-comm, or --use-torch-fsdp2"
-                )
-            if self._queue is not None and self._config.delay_wgrad_compute:
+        if self._turns is not None and any(
+            isinstance(param, DTensor) for chunk in model for param in chunk.parameters()
+        ):
+            raise ValueError(
+                "overlap_moe_expert_parallel_comm is True, but parameters are DTensors, as in "
+                "TorchFullyShardedDataParallel: the backward of one micro-batch would release parameters that the "
+                "forward of another still uses, so omit --overlap-moe-expert-parallel-comm, or --use-torch-fsdp2"
+            )
+        layers = [
+            (name, module)
+            for chunk in model
+            for name, module in chunk.named_modules()
+            if isinstance(module, ExchangesRows)
+        ]
+        # See [Note: what covers an exchange].
+        needs_queue = self._turns is not None and any(layer.exchanges_dropless_rows for _, layer in layers)
+        if self._config.delay_wgrad_compute or needs_queue:
+            given = "delay-wgrad-compute" if self._config.delay_wgrad_compute else "overlap-moe-expert-parallel-comm"
+            self._queue = WeightGradQueue(f"--{given}")
+            for chunk in model:
                 self._queue.serve(chunk.named_parameters())
-        for name, layer in layers:
-            if self._queue is not None and not self._config.delay_wgrad_compute:
+        elif self._config.overlap_dispatch_backward_with_experts_wgrad:
+            self._queue = WeightGradQueue("--overlap-dispatch-backward-with-experts-wgrad")
+            for name, layer in layers:
                 self._queue.serve(layer.experts.named_parameters(prefix=f"{name}.experts"))
+        for _, layer in layers:
             layer.set_exchange_cover(self)
             self._layers.append(layer)
-
-    def _flag_of_queue(self, layers: Sequence[ExchangesRows]) -> str | None:
-        """Returns the flag with which weight gradients are held, for errors; None if they are not."""
-        if self._config.delay_wgrad_compute:
-            return "--delay-wgrad-compute"
-        if self._config.overlap_dispatch_backward_with_experts_wgrad:
-            return "--overlap-dispatch-backward-with-experts-wgrad"
-        if self._turns is not None and any(layer.exchanges_dropless_rows for layer in layers):
-            # See [Note: what covers an exchange].
-            return "--overlap-moe-expert-parallel-comm"
-        return None
 
     def close(self) -> None:
         """Leaves the layers as they were."""
