@@ -109,7 +109,7 @@ PARTS = "attention", "experts"
 
 @dataclass(frozen=True)
 class Unit:
-    """What settings are relative to: seconds of the segments of a layer's forward, and bytes of the largest message."""
+    """Seconds of two segments of a layer's forward, and bytes of the largest message: the unit of settings."""
 
     attention: float = 0.0
     experts: float = 0.0
@@ -229,25 +229,25 @@ def unit_of(side: Side) -> Unit:
 def compare(side: str, measured: Mapping[str, Mapping[str, list[Measurement]]]) -> dict[str, Any]:
     """Returns a side's figures relative to the sequential side: medians over the rounds, by setting."""
     found: dict[str, Any] = {}
-    waits = "exposed" if side == QUEUE_ALONE else "in_pairs"
+    has_pairs = side != QUEUE_ALONE
     for setting in SHOWN:
         rounds = defaultdict(list)
         for ours, base in zip(measured[side][setting], measured[SEQUENTIAL][setting], strict=True):
             own: list[StepFigures] = [rank[0] for rank in ours.results]
             other: list[StepFigures] = [rank[0] for rank in base.results]
-            seconds = _total(own, "seconds")
-            rounds["exposed"].append(_total(own, waits) / _total(other, waits))
+            seconds = sum(rank.seconds for rank in own)
+            rounds["exposed"].append(_waited(own, in_pairs=has_pairs) / _waited(other, in_pairs=has_pairs))
             rounds["time"].append(max(rank.seconds for rank in own) / max(rank.seconds for rank in other))
-            rounds["exposed of time"].append(_total(own, "exposed") / seconds)
-            rounds["uneven of time"].append(_total(own, "uneven") / seconds)
+            rounds["exposed of time"].append(_waited(own, in_pairs=False) / seconds)
+            rounds["uneven of time"].append(sum(rank.uneven for rank in own) / seconds)
         found[setting] = {name: statistics.median(values) for name, values in rounds.items()}
     last: list[StepFigures] = [rank[0] for rank in measured[side][SHOWN[0]][-1].results]
     found["unpaired"] = sum(rank.num_alone for rank in last) / sum(rank.num_forwards for rank in last)
     return found
 
 
-def _total(ranks: list[StepFigures], name: str) -> float:
-    return float(sum(getattr(rank, name) for rank in ranks))
+def _waited(ranks: list[StepFigures], *, in_pairs: bool) -> float:
+    return sum(rank.in_pairs if in_pairs else rank.exposed for rank in ranks)
 
 
 def _print_waits(found: Mapping[str, Any]) -> None:

@@ -10,10 +10,10 @@ from typing import NamedTuple
 
 
 class Doing(Enum):
-    """What a part of a pass does.
+    """Kind of a part of a pass.
 
-    SEND: launches a message, and continues. WAIT: waits for the messages that the pass has sent. HAND_OVER: lets the
-    other pass of a pair continue.
+    A pass continues after SEND has launched a message. It stops at WAIT until its messages have ended, and at HAND_OVER
+    until the other pass of its pair hands over.
     """
 
     COMPUTE = "compute"

@@ -276,14 +276,14 @@ def check_expert_overlap(args: argparse.Namespace) -> Iterator[str]:
         layers_with_experts(args.num_experts, args.moe_layer_freq, num_layers=args.num_layers)
     ):
         return
-    for flag in (
-        "overlap_moe_expert_parallel_comm",
-        "delay_wgrad_compute",
-        "overlap_dispatch_backward_with_experts_wgrad",
+    for flag, is_given in (
+        ("--overlap-moe-expert-parallel-comm", args.overlap_moe_expert_parallel_comm),
+        ("--delay-wgrad-compute", args.delay_wgrad_compute),
+        ("--overlap-dispatch-backward-with-experts-wgrad", args.overlap_dispatch_backward_with_experts_wgrad),
     ):
-        if vars(args)[flag]:
+        if is_given:
             yield (
-                f"--{flag.replace('_', '-')} is given and --moe-layer-freq is {args.moe_layer_freq}: no layer has "
+                f"{flag} is given and --moe-layer-freq is {args.moe_layer_freq}: no layer has "
                 "experts whose rows are exchanged; omit the flag, or choose layers with experts"
             )
 
