@@ -49,6 +49,7 @@ from megatron.core.pipeline_parallel.schedule import (  # noqa: E402
     ActionKind,
     Pair,
     Pipeline,
+    Schedule,
     forwards_ahead,
     stage_orders,
 )
@@ -376,7 +377,7 @@ class _Watch:
 def pairs_of(runner: ScheduleRunner) -> list[Pair]:
     """Returns the pairs that the runner's stage has with the flags."""
     stages = Pipeline(runner.communicator.num_stages, len(runner.model))
-    order = stage_orders(stages, runner.num_microbatches, paired=True)[runner.communicator.stage]
+    order = stage_orders(stages, runner.num_microbatches, Schedule(paired=True))[runner.communicator.stage]
     return [step for step in order if isinstance(step, Pair)]
 
 

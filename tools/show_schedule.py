@@ -1,6 +1,7 @@
 """Shows a pipeline schedule: `python tools/show_schedule.py --stages 4 --microbatches 8` prints it, --svg draws it.
 
-Assumes that a forward pass takes 1, a backward pass 2, a pair of both 3, and communication no time.
+Assumes that a forward pass takes 1, a backward pass 2, a pair of both 3, and communication no time. If weight gradients
+are a pass of their own, it takes 1 of the backward's 2.
 """
 
 import argparse
@@ -11,15 +12,27 @@ from pathlib import Path
 if not __package__:  # run by its path, as in a clone without installation
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Orders, Pipeline, forward_only, stage_orders
+from megatron.core.pipeline_parallel.schedule import (
+    Action,
+    ActionKind,
+    Orders,
+    Pipeline,
+    Schedule,
+    ScheduleKind,
+    forward_only,
+    stage_orders,
+)
 from megatron.core.pipeline_parallel.timeline import Interval, Timeline, bubble_share, timeline
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.pipeline_parallel.validation import validate_programs
 from megatron.version_flag import PrintVersions
 
-# Colors of forward and backward by chunk, from light to dark.
-_FORWARD = ("#cfe3f7", "#93c1ea", "#5a9bd8", "#2f6fb0")
-_BACKWARD = ("#d7edd2", "#a3d59a", "#6cb863", "#3f8f3b")
+# Name and colors of each kind of pass by chunk, from light to dark.
+_STYLES = {
+    ActionKind.FORWARD: ("forward", ("#cfe3f7", "#93c1ea", "#5a9bd8", "#2f6fb0")),
+    ActionKind.BACKWARD: ("backward", ("#d7edd2", "#a3d59a", "#6cb863", "#3f8f3b")),
+    ActionKind.WEIGHT: ("weight gradients", ("#f6e3c5", "#eac387", "#d99c48", "#a86f1e")),
+}
 _UNIT, _ROW, _BOX, _LEFT, _TOP = 22, 30, 22, 74, 44
 
 
@@ -29,14 +42,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         check_options(options)
         pipeline = Pipeline(options.stages, options.chunks)
-        orders: Orders = stage_orders(
-            pipeline, options.microbatches, group_size=options.group_size, paired=options.paired
-        )
+        schedule = Schedule(ScheduleKind(options.schedule), options.group_size, options.paired)
+        orders: Orders = stage_orders(pipeline, options.microbatches, schedule)
         programs = pipeline_programs(
             pipeline,
             options.microbatches,
-            group_size=options.group_size,
-            paired=options.paired,
+            schedule,
             without_backward=options.forward_only,
             overlap=not options.no_overlap,
         )
@@ -80,7 +91,8 @@ def caption(spans: Timeline, num_microbatches: int) -> str:
 def as_text(spans: Timeline) -> str:
     """Formats the schedule with one line per stage and one column per unit of time.
 
-    A column shows F or B, the chunk if there are several, and the microbatch. A plus sign joins the passes of a pair.
+    A column shows F, B or W, the chunk if there are several, and the microbatch. A plus sign joins the passes of a
+    pair.
     """
     labels = {action: _label(action, spans) for stage in spans for action in stage}
     width = max(len(label) for label in labels.values()) + 1
@@ -97,8 +109,8 @@ def as_text(spans: Timeline) -> str:
 def as_svg(spans: Timeline, pipeline: Pipeline, *, title: str) -> str:
     """Draws the schedule as SVG, with one row per stage.
 
-    Forward passes are blue and backward passes green, later chunks are darker, and lines show transfers. A pair is a
-    framed box with the backward pass above the forward pass.
+    Forward passes are blue, backward passes green and passes of weight gradients brown, later chunks are darker, and
+    lines show transfers. A pair is a framed box with the backward pass above the forward pass.
     """
     length = max(span.end for stage in spans for span in stage.values())
     width, height = _LEFT + length * _UNIT + 16, _TOP + len(spans) * _ROW + 72
@@ -115,7 +127,9 @@ def as_svg(spans: Timeline, pipeline: Pipeline, *, title: str) -> str:
         parts += [_line(spans, pipeline, stage=stage, action=action) for action in passes]
     parts += _axis(length, y=_TOP + len(spans) * _ROW)
     has_pairs = any(len(actions) > 1 for stage in spans for actions in _by_interval(stage).values())
-    parts += [*_legend(pipeline.num_chunks, y=height - 22, has_pairs=has_pairs), "</svg>"]
+    kinds = {action.kind for stage in spans for action in stage}
+    shown = [style for kind, style in _STYLES.items() if kind in kinds]
+    parts += [*_legend(shown, pipeline.num_chunks, y=height - 22, has_pairs=has_pairs), "</svg>"]
     return "\n".join(part for part in parts if part) + "\n"
 
 
@@ -138,7 +152,7 @@ def _step(stage: int, *, actions: Sequence[Action], span: Interval) -> str:
 
 
 def _box(action: Action, *, x: float, y: int, width: float, height: int) -> str:
-    colors = _FORWARD if action.kind is ActionKind.FORWARD else _BACKWARD
+    _, colors = _STYLES[action.kind]
     dark = action.chunk % len(colors) == len(colors) - 1
     return (
         f'<rect x="{x:g}" y="{y}" width="{width:g}" height="{height}" fill="{_shade(colors, action.chunk)}" '
@@ -178,9 +192,9 @@ def _axis(length: float, *, y: int) -> list[str]:
     return [*parts, f'<text x="{middle:g}" y="{y + 30}" text-anchor="middle">time, in forward passes of a chunk</text>']
 
 
-def _legend(num_chunks: int, *, y: int, has_pairs: bool) -> list[str]:
+def _legend(shown: Sequence[tuple[str, tuple[str, ...]]], num_chunks: int, *, y: int, has_pairs: bool) -> list[str]:
     parts, x = [], _LEFT
-    for name, colors in (("forward", _FORWARD), ("backward", _BACKWARD)):
+    for name, colors in shown:
         for chunk in range(num_chunks):
             label = name if num_chunks == 1 else f"{name}, chunk {chunk}"
             parts.append(f'<rect x="{x}" y="{y}" width="12" height="12" fill="{_shade(colors, chunk)}"/>')
@@ -213,6 +227,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--microbatches", type=int, default=8, help="micro-batches per step")
     parser.add_argument(
         "--group-size", type=int, help="consecutive micro-batches of a chunk; default: the number of stages"
+    )
+    parser.add_argument(
+        "--schedule",
+        choices=[kind.value for kind in ScheduleKind],
+        default=Schedule().kind.value,
+        help="order of the passes, as in --pipeline-schedule",
     )
     parser.add_argument(
         "--paired",

@@ -137,6 +137,13 @@ class PipelineConfig:
 
     pipeline_dtype: torch.dtype | None = None
 
+    pipeline_schedule: str = config_field(
+        "1f1b",
+        help="Order of the passes of a step. 1f1b alternates forward and backward passes, also over the chunks of "
+        "virtual stages. zb-h1 delays the computation of weight gradients to fill the time in which stages would wait; "
+        "results are the same.",
+        choices=("1f1b", "zb-h1"),
+    )
     microbatch_group_size_per_vp_stage: int | None = config_field(
         None,
         flags=("--microbatch-group-size-per-virtual-pipeline-stage",),

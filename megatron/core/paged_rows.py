@@ -37,6 +37,18 @@ class PagedRows:
         self.sizes, self.shape = [page_bytes, max_rows, width], torch.Size((max_rows, width))
         self.dtype, self.device = arena.dtype, arena.device
 
+    def move_out(self) -> None:
+        """Copies the pages to memory of their own, which replaces arena and table."""
+        elements = self.page_bytes // self.arena.itemsize
+        self.arena = self.arena.view(-1, elements).index_select(0, self.table).view(-1)
+        self.table = torch.arange(self.table.shape[0], device=self.device)
+
+    def copied(self) -> "PagedRows":
+        """Returns the same rows in memory of their own."""
+        copied = PagedRows(self.arena, self.table, self.page_bytes, self.max_rows, self.width)
+        copied.move_out()
+        return copied
+
 
 Rows = Tensor | PagedRows
 

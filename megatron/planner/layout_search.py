@@ -15,7 +15,13 @@ from itertools import islice
 from torch import nn
 
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
-from megatron.core.pipeline_parallel.schedule import Pipeline, forwards_ahead, stage_orders
+from megatron.core.pipeline_parallel.schedule import (
+    Pipeline,
+    Schedule,
+    configured_schedule,
+    forwards_ahead,
+    stage_orders,
+)
 from megatron.planner.layer_costs import (
     LayerKind,
     ModelCosts,
@@ -299,10 +305,11 @@ class LayoutCosts:
         except ValueError as error:
             self.last_refusal = str(error)
             return None
-        alone = self._step_time(run_config, costs, stages=stages, paired=False)
-        if not run_config.transformer.overlap_moe_expert_parallel_comm:
+        schedule = configured_schedule(run_config.transformer)
+        alone = self._step_time(run_config, costs, schedule._replace(paired=False), stages=stages)
+        if not schedule.paired:
             return Advice(layout, self.words_of(layout), stages, alone)
-        time = self._step_time(run_config, costs, stages=stages, paired=True)
+        time = self._step_time(run_config, costs, schedule, stages=stages)
         return Advice(layout, self.words_of(layout), stages, time, alone)
 
     def _may_fit(self, layout: Layout, *, limit: int) -> bool:
@@ -381,7 +388,7 @@ class LayoutCosts:
             layout.expert_tensor,
             self._layers[key][0],
             num_microbatches=self._space.global_batch // (data * layout.micro_batch),
-            group_size=self._run_config.transformer.microbatch_group_size_per_vp_stage,
+            schedule=configured_schedule(self._run_config.transformer),
         )
 
     def _distinct(self, layout: Layout) -> list[int]:
@@ -423,7 +430,7 @@ class LayoutCosts:
     def _activations_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, int]:
         """Returns the bytes of activations and pages of each distinct stage, with one sample per microbatch."""
         sizes = (layout.tensor, layout.context, layout.expert_tensor, layout.stages, layout.counts)
-        group = shape.group_size or shape.stages
+        group = shape.round_size
         # Whole rounds suffice, because the end of a step does not change the peak.
         shape = replace(shape, num_microbatches=min(shape.num_microbatches, full_rounds(group)))
         key = (*sizes, layout.recompute, layout.experts, shape.num_microbatches)
@@ -477,7 +484,6 @@ class LayoutCosts:
             gathered=gathered,
             updated=updated,
             sharding=sharding,
-            paired=self._measured_memory[self._kind_of(layout)][0].config.overlap_moe_expert_parallel_comm,
         )
 
     def _seconds_of_parts(self, layout: Layout, *, in_node: Mapping[str, int]) -> dict[LayerKind | str, PassSeconds]:
@@ -532,7 +538,7 @@ class LayoutCosts:
         )
 
     def _step_time(
-        self, run_config: RunConfig, costs: ModelCosts, *, stages: Sequence[RankMemory], paired: bool
+        self, run_config: RunConfig, costs: ModelCosts, schedule: Schedule, *, stages: Sequence[RankMemory]
     ) -> StepTime:
         setup_tokenizer(run_config)  # pads the vocabulary for the layout
         shape, seq_length = shape_of(run_config), run_config.data.seq_length
@@ -554,7 +560,7 @@ class LayoutCosts:
             ]
             return estimate_step(
                 loads,
-                stage_orders(shape.pipeline, num_microbatches, group_size=shape.group_size, paired=paired),
+                stage_orders(shape.pipeline, num_microbatches, schedule),
                 device=self._device,
                 overlap=overlap_of(run_config),
                 in_node=in_node_ranks(shape, self._device.devices_per_node),
@@ -562,7 +568,7 @@ class LayoutCosts:
                 flops_per_rank=flops * num_microbatches * samples / shape.world_size,
             )
 
-        time = long_step(estimate, shape.num_microbatches, group_size=shape.group_size or shape.stages)
+        time = long_step(estimate, shape.num_microbatches, group_size=shape.round_size)
         return replace(time, spans=[])  # unused, and large for many layouts
 
 
@@ -612,7 +618,7 @@ def _share_ranks(layout: Layout) -> bool:
 def seconds_of(work: PartWork, rates: Rates, *, overlap: Overlap, expert_layers: int) -> PassSeconds:
     """Estimates the time of one microbatch's passes through a part with this number of layers with experts."""
     chunk = replace(work.chunk(), expert_layers=expert_layers)
-    (order,) = stage_orders(Pipeline(1), 2, paired=True)
+    (order,) = stage_orders(Pipeline(1), 2, Schedule(paired=True))
     clock = StageClock(StageLoad((chunk,), work.times(2).traffic), order, rates=rates, overlap=overlap)
     forward, pair, backward = (clock.seconds(step) for step in order)
     of_forward = compute_seconds(chunk.forward, rates.device)
@@ -629,21 +635,20 @@ def quick_seconds(
     gathered: float,
     updated: float,
     sharding: Sharding,
-    paired: bool = False,
 ) -> float:
     """Estimates the time of a step, in which the slowest stage runs all microbatches once the pipeline is filled.
 
     All times are in seconds. stages: one microbatch in each stage. reduced, gathered, updated: the slowest rank's
     gradient reductions, parameter gathers and update. Reductions overlap with the last backward, gathers with the first
-    forward. paired: whether passes take turns after the warm-up.
+    forward.
     """
     slowest = max(stages, key=lambda one: one.total)
     filling = (sum(one.total for one in stages) - slowest.total) / shape.chunks
     times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
     late = max(0.0, reduced - times * slowest.backward) + max(0.0, gathered - slowest.forward)
     hidden = 0.0
-    if paired:
-        ahead = forwards_ahead(stages.index(slowest), shape.pipeline, group_size=shape.group_size, paired=True)
+    if shape.schedule.paired:
+        ahead = forwards_ahead(stages.index(slowest), shape.pipeline, group_size=shape.schedule.group_size, paired=True)
         in_pairs = max(0.0, shape.num_microbatches - ahead / shape.chunks)
         hidden = in_pairs * (slowest.exposed - slowest.in_pairs)
     return shape.num_microbatches * slowest.total - hidden + filling + late + updated

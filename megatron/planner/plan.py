@@ -21,7 +21,16 @@ from megatron.core.num_microbatches_calculator import destroy_num_microbatches_c
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer.param_groups import ConfigOverrides
 from megatron.core.parallel_state import DEFAULT_ORDER, RankGenerator
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Order, Pair, Pipeline, stage_orders
+from megatron.core.pipeline_parallel.schedule import (
+    Action,
+    ActionKind,
+    Order,
+    Pair,
+    Pipeline,
+    Schedule,
+    configured_schedule,
+    stage_orders,
+)
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -431,10 +440,11 @@ class _RankBuild:
     def _memory(self, trace: StageTrace) -> RankMemory:
         pages, transformer = self._pages(), self._run_config.transformer
         # An evaluation has no backward.
-        paired = transformer.overlap_moe_expert_parallel_comm and self._optimizer is not None
-        order = self._passes(self._num_microbatches, paired=paired)
+        schedule = configured_schedule(transformer)
+        plain = Schedule(group_size=schedule.group_size)
+        order = self._passes(self._num_microbatches, plain if self._optimizer is None else schedule)
         # The traced step has at most two microbatches, and no pairs.
-        traced = self._passes(min(2, self._num_microbatches), paired=False)
+        traced = self._passes(min(2, self._num_microbatches), plain)
         has_transfers = transformer.pipeline_model_parallel_size > 1
         return RankMemory(
             self._states(),
@@ -459,12 +469,11 @@ class _RankBuild:
         memory = self._expert_memory
         return PoolBytes() if memory is None else memory.pool_bytes_for(self._num_microbatches)
 
-    def _passes(self, num_microbatches: int, *, paired: bool) -> Order:
+    def _passes(self, num_microbatches: int, schedule: Schedule) -> Order:
         """Returns the passes of the stage in a step of num_microbatches."""
         transformer = self._run_config.transformer
         pipeline = Pipeline(transformer.pipeline_model_parallel_size, len(self._model))
-        group_size = transformer.microbatch_group_size_per_vp_stage
-        return stage_orders(pipeline, num_microbatches, group_size=group_size, paired=paired)[self._stage]
+        return stage_orders(pipeline, num_microbatches, schedule)[self._stage]
 
     def _trace(self, forward_step: ForwardStep, traces: _Traces) -> StageTrace:
         """Returns the trace of the stage, which stages of the same structure and position share."""

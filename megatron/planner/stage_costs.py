@@ -20,10 +20,18 @@ from megatron.core.optimizer.flat_params import host_elements
 from megatron.core.optimizer.optimizer_config import OptimizerConfig
 from megatron.core.optimizer.state_memory import state_bytes
 from megatron.core.pipeline_parallel.expansion import expand, kept_events
-from megatron.core.pipeline_parallel.schedule import Orders, Pipeline, stage_orders
+from megatron.core.pipeline_parallel.schedule import (
+    ONE_F_ONE_B,
+    Orders,
+    Pipeline,
+    Schedule,
+    configured_schedule,
+    stage_orders,
+)
 from megatron.core.transformer.moe.paged_stash.sizing import (
     LearnedSizes,
     PoolBytes,
+    keeps_pages_for_weights,
     largest_of_layers,
     pool_bytes,
     pool_layout,
@@ -72,8 +80,7 @@ class Shape:
     """Sizes of a layout that determine the costs of its stages.
 
     layers: kinds of the layers in each part of the pipeline; chunk c of stage s is part c * stages + s.
-    num_microbatches: microbatches of a step. group_size: microbatch group size of interleaved schedules; None means the
-    number of stages.
+    num_microbatches: microbatches of a step. schedule: order of its passes.
     """
 
     world_size: int
@@ -85,7 +92,7 @@ class Shape:
     expert_tensor: int
     layers: tuple[tuple[LayerKind, ...], ...]
     num_microbatches: int
-    group_size: int | None = None
+    schedule: Schedule = ONE_F_ONE_B
 
     def __post_init__(self) -> None:
         assert len(self.layers) == self.stages * self.chunks, "one entry per chunk of each stage"
@@ -105,6 +112,11 @@ class Shape:
         """The pipeline's stages and chunks."""
         return Pipeline(self.stages, self.chunks)
 
+    @property
+    def round_size(self) -> int:
+        """Number of microbatches after which the schedule repeats its order."""
+        return self.schedule.group_size or self.stages
+
 
 def shape_of(run_config: RunConfig) -> Shape:
     """Extracts the layout's sizes from the settings of a run."""
@@ -121,7 +133,7 @@ def shape_of(run_config: RunConfig) -> Shape:
         expert_tensor=transformer.expert_tensor_parallel_size,
         layers=tuple(tuple(islice(kinds, count)) for count in counts),
         num_microbatches=run_config.batch_sizes().final_num_microbatches,
-        group_size=transformer.microbatch_group_size_per_vp_stage,
+        schedule=configured_schedule(transformer),
     )
 
 
@@ -255,9 +267,8 @@ def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> PoolBytes:
     if costs.rows is None or not costs.config.moe_paged_stash:
         return PoolBytes()
     layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
-    paired = costs.config.overlap_moe_expert_parallel_comm
-    order = _orders(shape.pipeline, shape.num_microbatches, group_size=shape.group_size, paired=paired)[stage]
-    events = stash_events(kept_events(expand(order, layers)))
+    order = _orders(shape.pipeline, shape.num_microbatches, shape.schedule)[stage]
+    events = stash_events(kept_events(expand(order, layers)), with_weights=keeps_pages_for_weights(costs.config))
     max_rows = costs.rows.max_rows if events else 0
     needs = step_needs(costs.config, events, max_rows=max_rows, balanced_rows=costs.rows.balanced)
     layout = pool_layout(costs.config, needs, learned=LearnedSizes())
@@ -306,8 +317,7 @@ def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, pages: Pool
         shape.pipeline,
         stage,
         num_microbatches=shape.num_microbatches,
-        group_size=shape.group_size,
-        paired=costs.config.overlap_moe_expert_parallel_comm,
+        schedule=shape.schedule,
     )
     if not pages.total:
         return SavedSizes(fullest(found, saved))
@@ -323,15 +333,13 @@ def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, pages: Pool
 
 
 @lru_cache(maxsize=1 << 14)
-def fullest_moments(
-    pipeline: Pipeline, stage: int, *, num_microbatches: int, group_size: int | None, paired: bool = False
-) -> tuple[Moment, ...]:
+def fullest_moments(pipeline: Pipeline, stage: int, *, num_microbatches: int, schedule: Schedule) -> tuple[Moment, ...]:
     """Returns the moments of a step at which a stage may reach its memory peak.
 
     They are Pareto-maximal in the microbatches that each chunk holds, among moments with the same pair of chunks. A
     long step is replaced by a shorter one with the same peak (see short_step).
     """
-    order = _orders(pipeline, num_microbatches, group_size=group_size, paired=paired)[stage]
+    order = _orders(pipeline, num_microbatches, schedule)[stage]
     found = set(moments(order, pipeline.num_chunks))
     return tuple(one for one in found if not any(_exceeds(other, one) for other in found))
 
@@ -341,10 +349,10 @@ def _exceeds(one: Moment, other: Moment) -> bool:
 
 
 @lru_cache(maxsize=256)
-def _orders(pipeline: Pipeline, num_microbatches: int, *, group_size: int | None, paired: bool) -> Orders:
+def _orders(pipeline: Pipeline, num_microbatches: int, schedule: Schedule) -> Orders:
     """Returns each stage's passes in order, for a step of at most short_step microbatches."""
-    length = short_step(num_microbatches, group_size or pipeline.num_stages)
-    return stage_orders(pipeline, length, group_size=group_size, paired=paired)
+    length = short_step(num_microbatches, schedule.group_size or pipeline.num_stages)
+    return stage_orders(pipeline, length, schedule)
 
 
 def stage_load(

@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel.schedule import (
     Orders,
     Pair,
     Pipeline,
+    configured_schedule,
     passes,
     stage_orders,
 )
@@ -158,8 +159,7 @@ def run_time(plan: Plan, run_config: RunConfig, *, device: Device) -> StepTime |
     orders = stage_orders(
         Pipeline(len(stages), len(stages[0].chunks)),
         plan.num_microbatches,
-        group_size=run_config.transformer.microbatch_group_size_per_vp_stage,
-        paired=plan.has_pairs,
+        configured_schedule(run_config.transformer),
     )
     samples = plan.num_microbatches * run_config.training.micro_batch_size * run_config.launch.data_parallel_size
     return estimate_step(

@@ -24,7 +24,15 @@ from torch.distributed.fsdp import FSDPModule
 from megatron.core.device.torch_internals import TorchDispatchMode
 from megatron.core.group_collectives import Pending
 from megatron.core.optimizer import MegatronOptimizer
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pipeline, passes, stage_orders
+from megatron.core.pipeline_parallel.schedule import (
+    Action,
+    ActionKind,
+    Pipeline,
+    Schedule,
+    configured_schedule,
+    passes,
+    stage_orders,
+)
 from megatron.core.pipeline_parallel.transfers import Post, Program, pipeline_programs
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.timers import Timers
@@ -209,9 +217,9 @@ def trace_step(
         if paired:
             traced.step(1, batch=batch, modes=[], live=turns, holds_grads=True, in_turns=True)
     pipeline, stage = Pipeline(group_size(groups.pp), len(model)), group_rank(groups.pp)
-    round_size = get_model_config(model[0]).microbatch_group_size_per_vp_stage
-    of_one = passes(stage_orders(pipeline, 1, group_size=round_size)[stage])
-    program = pipeline_programs(pipeline, num_microbatches, group_size=round_size, paired=paired)[stage]
+    schedule = configured_schedule(get_model_config(model[0]))
+    of_one = passes(stage_orders(pipeline, 1, Schedule(group_size=schedule.group_size))[stage])
+    program = pipeline_programs(pipeline, num_microbatches, schedule)[stage]
     traffic = by_pass(_extrapolated(one, two, num_microbatches=num_microbatches), program)
     experts = [sum(isinstance(part, MoELayer) for part in chunk.modules()) for chunk in model]
     chunks = tuple(

@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, collectives
 from megatron.core.distributed.bucket_storage import MessagePool
 from megatron.core.distributed.iteration import CollectiveTrace
 from megatron.core.distributed.layout import FlatBuffer
-from megatron.core.pipeline_parallel.schedule import Pipeline
+from megatron.core.pipeline_parallel.schedule import Pipeline, configured_schedule
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel import cross_entropy
@@ -309,8 +309,7 @@ def _third_step(run: TrainingRun) -> dict[str, Any]:
     program = pipeline_programs(
         Pipeline(group_size(run.groups.pp), len(run.model)),
         run.num_microbatches,
-        group_size=config.microbatch_group_size_per_vp_stage,
-        paired=config.overlap_moe_expert_parallel_comm,
+        configured_schedule(config),
     )[group_rank(run.groups.pp)]
     return {
         "links": merged(by_pass(recorder.take(), program)),

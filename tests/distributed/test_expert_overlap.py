@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.core.device.torch_internals import TorchDispatchMode, tree_leaves
-from megatron.core.pipeline_parallel.schedule import Pair, Pipeline, stage_orders
+from megatron.core.pipeline_parallel.schedule import Pair, Pipeline, Schedule, stage_orders
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
@@ -171,7 +171,7 @@ class _Shape:
             self.rows = list(zip(figures.passes, figures.rows, strict=True))
 
     def num_pairs(self, num_microbatches: int) -> int:
-        orders = stage_orders(self.pipeline, num_microbatches, paired=True)
+        orders = stage_orders(self.pipeline, num_microbatches, Schedule(paired=True))
         return sum(isinstance(step, Pair) for step in orders[self.stage])
 
 

@@ -37,6 +37,7 @@ from megatron.core.tensor_parallel.weight_grads import (
     GradOwner,
     WeightGrad,
     is_deferred,
+    is_split,
     set_grad_owner,
 )
 
@@ -213,8 +214,8 @@ class ParamHooks(DeferrableHook):
     """Calls `on_grad` with each watched parameter whose gradient is complete, until `release`.
 
     on_grad: a method, held by a weak reference; after its object is freed, the hooks do nothing. on_deferred: a method
-    of the same object, called in the backward of a gradient that a WeightGradQueue completes later. kept: an object
-    that is kept alive as long as these hooks are registered.
+    of the same object, called in the backward of a gradient that a WeightGradQueue completes before it ends. kept: an
+    object that is kept alive as long as these hooks are registered.
     """
 
     def __init__(
@@ -247,7 +248,7 @@ class ParamHooks(DeferrableHook):
         """Passes a parameter to `on_grad`; called by autograd, or by the queue that has completed the gradient."""
         method = self._on_grad
         if "grad_queue" in param.__dict__ and is_deferred(param):
-            if self._on_deferred is None:
+            if self._on_deferred is None or is_split(param):
                 return
             method = self._on_deferred
         call = method()

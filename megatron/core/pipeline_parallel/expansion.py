@@ -26,11 +26,15 @@ _Segment = TypeVar("_Segment")
 
 
 class EventKind(enum.Enum):
-    """Events of an expert group. RECOMPUTE: the group's forward is repeated while backward runs."""
+    """Events of an expert group.
+
+    RECOMPUTE: the group's forward is repeated while backward runs. WEIGHT: weight gradients that its backward held.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
     RECOMPUTE = "R"
+    WEIGHT = "W"
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,13 @@ def expand(
                 for layer in layers:
                     instances[layer, action.microbatch] = forwards[layer]
                     forwards[layer] += 1
-            kinds = _forward(layers) if action.kind is ActionKind.FORWARD else _backward(layers, recompute)
+            match action.kind:
+                case ActionKind.FORWARD:
+                    kinds = [(EventKind.FORWARD, layer) for layer in layers]
+                case ActionKind.BACKWARD:
+                    kinds = _backward(layers, recompute)
+                case ActionKind.WEIGHT:
+                    kinds = [(EventKind.WEIGHT, layer) for layer in reversed(layers)]
             of_pass = [ExpertEvent(kind, layer, instances[layer, action.microbatch]) for kind, layer in kinds]
             cut.append(_segments(of_pass, recomputed_alone))
         events += chain.from_iterable(turn_order(*cut) if isinstance(step, Pair) else cut[0])
@@ -95,10 +105,6 @@ def kept_events(events: Sequence[ExpertEvent]) -> list[ExpertEvent]:
     """Removes the events of recomputed groups, whose first forward saves nothing that could be stashed."""
     again = {(event.layer, event.instance) for event in events if event.kind is EventKind.RECOMPUTE}
     return [event for event in events if (event.layer, event.instance) not in again]
-
-
-def _forward(layers: Sequence[int]) -> list[tuple[EventKind, int]]:
-    return [(EventKind.FORWARD, layer) for layer in layers]
 
 
 def _backward(layers: Sequence[int], recompute: Mapping[int, int]) -> list[tuple[EventKind, int]]:

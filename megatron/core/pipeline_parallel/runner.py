@@ -5,7 +5,7 @@ schedule.py and transfers.py decide which steps run in which order.
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -21,10 +21,19 @@ from megatron.core.device.trace_ranges import trace_range
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel.expert_overlap import ExpertOverlap, expert_overlap
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pair, Pipeline, passes, validate_schedule
+from megatron.core.pipeline_parallel.schedule import (
+    Action,
+    ActionKind,
+    Pair,
+    Pipeline,
+    held_backwards,
+    passes,
+    validate_schedule,
+)
 from megatron.core.pipeline_parallel.sync_callables import SyncCallables
 from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Step, Transfer
 from megatron.core.process_groups_config import group_size
+from megatron.core.tensor_parallel.weight_grads import SplitBackward, WeightGradQueue
 from megatron.core.utils import get_attr_wrapped_model, unwrap_model
 
 LossFunction = Callable[..., Any]
@@ -50,6 +59,18 @@ class _Kept(NamedTuple):
     edge: GradientEdge | torch.Tensor | None
 
 
+@contextmanager
+def _served(model: Sequence[nn.Module]) -> Iterator[WeightGradQueue]:
+    """Context in which a queue may hold the weight gradients of all chunks."""
+    queue = WeightGradQueue("--pipeline-schedule")
+    try:
+        for chunk in model:
+            queue.serve(chunk.named_parameters())
+        yield queue
+    finally:
+        queue.release()
+
+
 @dataclass(kw_only=True)
 class ScheduleRunner:
     """Executes the program of a step on the chunks of `model` and collects the loss report of each microbatch.
@@ -69,6 +90,10 @@ class ScheduleRunner:
     reports: list[Any] = field(init=False, default_factory=list)
     num_tokens: torch.Tensor | None = field(init=False, default=None)
     _overlap: ExpertOverlap | None = field(init=False, default=None)
+    # Backwards that hold their weight gradients, the queue that holds them, and what it holds, by weight pass.
+    _held_backwards: frozenset[Action] = field(init=False, default=frozenset())
+    _weights: WeightGradQueue | None = field(init=False, default=None)
+    _splits: dict[Action, SplitBackward] = field(init=False, default_factory=dict)
     _kept: dict[Action, _Kept] = field(init=False, default_factory=dict)
     _inputs: dict[Action, torch.Tensor] = field(init=False, default_factory=dict)
     _outputs: dict[Transfer, torch.Tensor] = field(init=False, default_factory=dict)
@@ -87,12 +112,15 @@ class ScheduleRunner:
         if has_backward:
             self._set_aux_loss_scale()
         sync = SyncCallables(self.config, self.model, actions=actions)
+        self._held_backwards = held_backwards(order)
         with ExitStack() as stack:
             # Ends last: after an interrupt, a backward may run until the overlap is closed.
             stack.callback(sync.end)
             sync.begin()
             if has_backward:
                 self._overlap = stack.enter_context(expert_overlap(self.config, self.model))
+            if self._held_backwards:
+                self._weights = stack.enter_context(_served(self.model))
             for step in steps:
                 self._take(step, sync)
         self.communicator.finish()
@@ -129,9 +157,14 @@ class ScheduleRunner:
         elif step.kind is ActionKind.FORWARD:
             with self.config.timers("forward-compute", log_level=2):
                 self._forward(step)
+        elif step.kind is ActionKind.WEIGHT:
+            with self.config.timers("weight-compute", log_level=2):
+                self._weight(step)
         else:
             with self.config.timers("backward-compute", log_level=2):
-                if self._overlap is None:
+                if step in self._held_backwards:
+                    self._split_backward(step)
+                elif self._overlap is None:
                     self._backward(step)
                 else:
                     self._overlap.run_backward(partial(self._backward, step))
@@ -199,6 +232,16 @@ class ScheduleRunner:
         parts = 1 if self.config.calculate_per_token_loss else self.num_microbatches
         for chunk in scaled:
             chunk.set_aux_loss_scale(scale / parts)
+
+    def _split_backward(self, action: Action) -> None:
+        assert self._weights is not None, "orders with weight passes have a queue"
+        with self._weights.splitting() as split:
+            self._backward(action)
+        self._splits[action.of_kind(ActionKind.WEIGHT)] = split
+
+    @trace_range("ScheduleRunner._weight")
+    def _weight(self, action: Action) -> None:
+        self._splits.pop(action).complete()
 
     @trace_range("ScheduleRunner._backward")
     def _backward(self, action: Action) -> None:

@@ -2,6 +2,12 @@
 
 transfers.py derives the transfers between stages from these lists, and runner.py executes them.
 
+[Note: weight passes] A schedule may list the weight gradients of a backward as a pass of their own (Qi et al. 2023,
+"Zero Bubble Pipeline Parallelism"). Its backward then computes the gradients of activations, which the previous stage
+waits for, and holds everything else until the weight pass, which depends on no other stage and may fill the time in
+which a stage would wait. A backward without a weight pass computes both. Parameters receive the gradients of a
+microbatch, of matrices and of all others, in its weight pass, so reductions start only there.
+
 [Note: warm-up of paired passes] A pair starts when the inputs of both passes are there, and both outputs leave when the
 pair ends. With 1F1B's usual warm-up, one forward for each following stage, the last stage would pair a backward with
 the forward that it depends on. With one more forward, each pair of a stage would need the previous pair of the stage
@@ -11,16 +17,18 @@ schedule has two for each following stage, so one more is sufficient.
 """
 
 import enum
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 
 class ActionKind(enum.Enum):
-    """The pass that an action runs on its microbatch."""
+    """The pass that an action runs on its microbatch. WEIGHT: see [Note: weight passes]."""
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHT = "W"
 
     # Enum's own hash is Python code, and schedules look up thousands of actions.
     __hash__ = object.__hash__
@@ -40,6 +48,10 @@ class Action(NamedTuple):
     def passes(self) -> tuple["Action", ...]:
         """The action itself, as for a pair."""
         return (self,)
+
+    def of_kind(self, kind: ActionKind) -> "Action":
+        """Returns a pass of another kind of the same microbatch through the same chunk."""
+        return Action(kind, self.chunk, self.microbatch)
 
 
 class Pair(NamedTuple):
@@ -67,6 +79,13 @@ def passes(order: Order) -> list[Action]:
     return [action for step in order for action in step.passes]
 
 
+def held_backwards(order: Order) -> frozenset[Action]:
+    """Returns the backwards whose weight gradients are a pass of their own. See [Note: weight passes]."""
+    return frozenset(
+        action.of_kind(ActionKind.BACKWARD) for action in passes(order) if action.kind is ActionKind.WEIGHT
+    )
+
+
 class Neighbor(NamedTuple):
     """A pass of another stage that produces the input of a pass, or consumes its output."""
 
@@ -81,11 +100,11 @@ class Pipeline(NamedTuple):
     num_chunks: int = 1
 
     def source(self, stage: int, action: Action) -> Neighbor | None:
-        """Returns the pass that produces an action's input; None for the first forward and backward of a microbatch."""
+        """Returns the pass of another part that produces an action's input; None if no other part is involved."""
         return _neighbor(self, stage, action=action, distance=-1 if action.kind is ActionKind.FORWARD else 1)
 
     def target(self, stage: int, action: Action) -> Neighbor | None:
-        """Returns the pass that consumes an action's output; None for the last forward and backward of a microbatch."""
+        """Returns the pass of another part that consumes an action's output; None if no other part is involved."""
         return _neighbor(self, stage, action=action, distance=1 if action.kind is ActionKind.FORWARD else -1)
 
 
@@ -93,10 +112,54 @@ class Pipeline(NamedTuple):
 @lru_cache(maxsize=1 << 14)
 def _neighbor(pipeline: Pipeline, stage: int, *, action: Action, distance: int) -> Neighbor | None:
     part = action.chunk * pipeline.num_stages + stage + distance
-    if not 0 <= part < pipeline.num_stages * pipeline.num_chunks:
+    if action.kind is ActionKind.WEIGHT or not 0 <= part < pipeline.num_stages * pipeline.num_chunks:
         return None
     chunk, its_stage = divmod(part, pipeline.num_stages)
     return Neighbor(its_stage, Action(action.kind, chunk, action.microbatch))
+
+
+class ScheduleKind(enum.Enum):
+    """The values of --pipeline-schedule.
+
+    ONE_F_ONE_B: alternating passes, also with several chunks per stage. ZB_H1: see zero_bubble_h1.
+    """
+
+    ONE_F_ONE_B = "1f1b"
+    ZB_H1 = "zb-h1"
+
+    __hash__ = object.__hash__
+
+
+class Schedule(NamedTuple):
+    """How the passes of a step are ordered, for any number of stages and microbatches.
+
+    group_size: see interleaved_schedule; None means the number of stages. paired: whether a backward and the forward of
+    another microbatch form a pair after the warm-up; only 1F1B has pairs.
+    """
+
+    kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B
+    group_size: int | None = None
+    paired: bool = False
+
+
+ONE_F_ONE_B = Schedule()
+
+
+class ScheduleConfig(Protocol):
+    """The fields of ModelParallelConfig that choose a schedule."""
+
+    pipeline_schedule: str
+    microbatch_group_size_per_vp_stage: int | None
+    overlap_moe_expert_parallel_comm: bool
+
+
+def configured_schedule(config: ScheduleConfig) -> Schedule:
+    """Returns the schedule that a configuration chooses for training steps."""
+    return Schedule(
+        ScheduleKind(config.pipeline_schedule),
+        config.microbatch_group_size_per_vp_stage,
+        config.overlap_moe_expert_parallel_comm,
+    )
 
 
 def one_forward_one_backward(
@@ -143,6 +206,26 @@ def interleaved_schedule(
     return _only(order, lambda action: action.microbatch < num_microbatches)
 
 
+def zero_bubble_h1(stage: int, num_stages: int, *, num_microbatches: int) -> list[Action]:
+    """Lists the ZB-H1 schedule of a stage, in which weight passes fill the time at the end of 1F1B.
+
+    Like 1F1B, apart from the weight passes, which follow `stage` backwards later, so that each backward of a stage
+    directly follows that of the next stage. At most num_stages microbatches are between their forward and their weight
+    pass, as on the first stage of 1F1B, and num_stages - stage of them between forward and backward (Qi et al. 2023,
+    section 2.3). Any number of microbatches is allowed.
+    """
+    ahead = min(num_stages - stage, num_microbatches)
+    order = [Action(ActionKind.FORWARD, 0, microbatch) for microbatch in range(ahead)]
+    for microbatch in range(num_microbatches):
+        order.append(Action(ActionKind.BACKWARD, 0, microbatch))
+        if microbatch >= stage:
+            order.append(Action(ActionKind.WEIGHT, 0, microbatch - stage))
+        if microbatch + ahead < num_microbatches:
+            order.append(Action(ActionKind.FORWARD, 0, microbatch + ahead))
+    remaining = range(max(0, num_microbatches - stage), num_microbatches)
+    return order + [Action(ActionKind.WEIGHT, 0, microbatch) for microbatch in remaining]
+
+
 def grouped_forwards(num_microbatches: int, num_chunks: int, *, group_size: int) -> list[Action]:
     """Lists a stage's forwards: `group_size` microbatches through each chunk in turn, then the next group."""
     return [
@@ -184,14 +267,25 @@ def _only(order: Order, is_kept: Callable[[Action], bool]) -> list[Action | Pair
 
 
 def stage_orders(
-    pipeline: Pipeline, num_microbatches: int, *, group_size: int | None = None, paired: bool = False
+    pipeline: Pipeline, num_microbatches: int, schedule: Schedule = ONE_F_ONE_B
 ) -> list[list[Action | Pair]]:
     """Lists the passes of every stage: sequential for one stage, 1F1B for several, interleaved for several chunks.
 
-    paired: whether a backward and the forward of another microbatch form a pair after the warm-up. A stage without
-    forwards after the warm-up has no pairs. Neither a chunk's first forward nor its last backward is ever in a pair.
-    Raises ValueError for a group that is too small, and for several chunks without pipeline stages.
+    schedule: chooses other orders for several stages. A stage without forwards after the warm-up has no pairs. Neither
+    a chunk's first forward nor its last backward is ever in a pair. Raises ValueError for a group that is too small,
+    for several chunks without pipeline stages, and for chunks or pairs that the kind of schedule does not have.
     """
+    kind, group_size, paired = schedule
+    if kind is ScheduleKind.ZB_H1 and pipeline.num_stages > 1:
+        if pipeline.num_chunks > 1 or paired:
+            raise ValueError(
+                f"schedule {kind.value} with {pipeline.num_chunks} model chunks per stage"
+                f"{' and pairs' if paired else ''}: must have 1 chunk, and no pairs"
+            )
+        return [
+            list(zero_bubble_h1(stage, pipeline.num_stages, num_microbatches=num_microbatches))
+            for stage in range(pipeline.num_stages)
+        ]
     if pipeline.num_chunks > 1:
         if pipeline.num_stages == 1:
             raise ValueError(
@@ -218,21 +312,36 @@ def forward_only(order: Order) -> list[Action]:
 def validate_schedule(order: Order) -> None:
     """Raises ValueError if a stage cannot run its passes in this order.
 
-    An action may not repeat, and a backward must follow the forward of its microbatch. A pair consists of a backward
-    and a forward that do not depend on each other. Dependencies that pass through other stages are checked by
-    validation.py.
+    An action may not repeat, a backward must follow the forward of its microbatch, and a weight pass the backward. The
+    weight gradients of a chunk are completed in the order of its backwards, so that their sums do not depend on the
+    schedule. A pair consists of a backward and a forward that do not depend on each other. Dependencies that pass
+    through other stages are checked by validation.py.
     """
     seen: set[Action] = set()
+    held = held_backwards(order)
+    # For each chunk, the backwards whose weight gradients are held, in order.
+    pending: dict[int, deque[Action]] = {}
     for step in order:
         if isinstance(step, Pair):
             _validate_pair(step)
         for action in step.passes:
             if action in seen:
                 raise ValueError(f"schedule runs {action} twice")
-            forward = Action(ActionKind.FORWARD, action.chunk, action.microbatch)
-            if action.kind is ActionKind.BACKWARD and forward not in seen:
-                raise ValueError(f"schedule runs {action} before {forward}")
+            before = _PRECEDING.get(action.kind)
+            if before is not None and action.of_kind(before) not in seen:
+                raise ValueError(f"schedule runs {action} before {action.of_kind(before)}")
+            waiting = pending.setdefault(action.chunk, deque())
+            if action in held:
+                waiting.append(action.of_kind(ActionKind.WEIGHT))
+            elif action.kind is not ActionKind.FORWARD and waiting and waiting[0] != action:
+                raise ValueError(f"schedule runs {action} before {waiting[0]}, whose backward came first")
+            elif action.kind is ActionKind.WEIGHT:
+                waiting.popleft()
             seen.add(action)
+
+
+# The pass of the same microbatch and chunk that each kind of pass must follow.
+_PRECEDING = {ActionKind.BACKWARD: ActionKind.FORWARD, ActionKind.WEIGHT: ActionKind.BACKWARD}
 
 
 def _validate_pair(pair: Pair) -> None:

@@ -18,7 +18,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups, get_virtual_pipeline_model_parallel_world_size
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.runner import ForwardStep, ScheduleRunner
-from megatron.core.pipeline_parallel.schedule import Pipeline
+from megatron.core.pipeline_parallel.schedule import Pipeline, configured_schedule
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.utils import get_model_config
@@ -105,8 +105,7 @@ def forward_backward(
     programs = pipeline_programs(
         Pipeline(communicator.num_stages, len(chunks)),
         num_microbatches,
-        group_size=config.microbatch_group_size_per_vp_stage,
-        paired=config.overlap_moe_expert_parallel_comm,
+        configured_schedule(config),
         without_backward=forward_only,
         overlap=config.overlap_p2p_comm,
     )

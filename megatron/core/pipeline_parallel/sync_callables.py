@@ -13,11 +13,12 @@ from megatron.core.pipeline_parallel.schedule import Action, ActionKind
 class SyncCallables:
     """Calls no_sync_func, grad_sync_func and param_sync_func during one step.
 
-    no_sync_func is entered for each chunk before the first pass and exited before the chunk's last backward, whose
-    gradients complete the sums. If grad_sync_func is given, no_sync_func is exited after that backward instead, and
-    grad_sync_func(parameters) follows. A single no_sync_func for several chunks defers the reductions of all chunks: it
-    is exited for the last backward of each chunk, and entered again. param_sync_func(parameters) is called for the
-    first two chunks before the first pass, and for each other chunk before the first forward of the preceding chunk.
+    no_sync_func is entered for each chunk before the first pass and exited before the chunk's last pass, whose
+    gradients complete the sums: a backward, or the weight pass of one. If grad_sync_func is given, no_sync_func is
+    exited after that pass instead, and grad_sync_func(parameters) follows. A single no_sync_func for several chunks
+    defers the reductions of all chunks: it is exited for the last pass of each chunk, and entered again.
+    param_sync_func(parameters) is called for the first two chunks before the first pass, and for each other chunk
+    before the first forward of the preceding chunk.
 
     Each setting must be None, one callable for one chunk, or a list with one per chunk; a single no_sync_func may serve
     several chunks. Otherwise ValueError is raised.
@@ -31,8 +32,9 @@ class SyncCallables:
         self._grad_sync = _per_chunk("grad_sync_func", config.grad_sync_func, num_chunks=len(model))
         self._param_sync = _per_chunk("param_sync_func", config.param_sync_func, num_chunks=len(model))
         self._first_forward = {a.chunk: a for a in reversed(actions) if a.kind is ActionKind.FORWARD}
-        self._last_backward = {a.chunk: a for a in actions if a.kind is ActionKind.BACKWARD}
-        self._unfinished = set(self._last_backward)
+        # The passes that complete the gradients of each chunk.
+        self._last_pass = {a.chunk: a for a in actions if a.kind is not ActionKind.FORWARD}
+        self._unfinished = set(self._last_pass)
         self._deferred = [ExitStack() for _ in self._no_sync]
 
     def begin(self) -> None:
@@ -45,12 +47,12 @@ class SyncCallables:
         """Runs the callables due before a pass."""
         if action.chunk > 0 and action == self._first_forward.get(action.chunk):
             self._gather(action.chunk + 1)
-        if not self._grad_sync and action == self._last_backward.get(action.chunk):
+        if not self._grad_sync and action == self._last_pass.get(action.chunk):
             self._let_go(action.chunk)
 
     def after(self, action: Action) -> None:
         """Runs the callables due after a pass."""
-        if action != self._last_backward.get(action.chunk):
+        if action != self._last_pass.get(action.chunk):
             return
         if self._grad_sync:
             self._let_go(action.chunk)

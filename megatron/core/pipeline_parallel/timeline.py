@@ -8,10 +8,18 @@ import math
 from collections.abc import Callable
 from typing import NamedTuple
 
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Orders, Pair, Pipeline, validate_schedule
+from megatron.core.pipeline_parallel.schedule import (
+    Action,
+    ActionKind,
+    Orders,
+    Pair,
+    Pipeline,
+    held_backwards,
+    validate_schedule,
+)
 
-# A backward computes two GEMMs for each GEMM of a forward.
-DURATIONS = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0}
+# A backward computes two GEMMs for each GEMM of a forward, one of them for the weight gradients.
+DURATIONS = {ActionKind.FORWARD: 1.0, ActionKind.BACKWARD: 2.0, ActionKind.WEIGHT: 1.0}
 
 
 class Interval(NamedTuple):
@@ -36,7 +44,8 @@ def timeline(
     """Computes start and end of each stage's passes, which start when their predecessor and their input are complete.
 
     A pair starts when the inputs of both passes are complete, and its outputs are complete when it ends. seconds:
-    duration of a pass or pair of a stage; None means DURATIONS, and their sum for a pair. transfer: duration of a
+    duration of a pass or pair of a stage; None means DURATIONS, and their sum for a pair, where a backward whose weight
+    gradients are a pass of their own is as much shorter. transfer: duration of a
     transfer between stages. overlap: whether transfers overlap with computation of the receiving stage, as in
     with_transfers. Raises ValueError if a stage cannot run its passes in their order (see validate_schedule), or if
     stages wait for each other in a cycle or for a pass that never runs.
@@ -44,6 +53,7 @@ def timeline(
     for order in orders:
         validate_schedule(order)
     spans: Timeline = [{} for _ in orders]
+    held = [held_backwards(order) for order in orders]
     clocks, positions = [0.0] * len(orders), [0] * len(orders)
     # Stages that may now be able to continue.
     awake = list(range(len(orders)))
@@ -62,7 +72,7 @@ def timeline(
             if ready == math.inf:
                 break
             start = max(clocks[stage], ready + late) if overlap else max(clocks[stage], ready) + late
-            clocks[stage] = start + (_duration(step) if seconds is None else seconds(stage, step))
+            clocks[stage] = start + (_duration(step, held[stage]) if seconds is None else seconds(stage, step))
             positions[stage] += 1
             for action in step.passes:
                 done[action] = Interval(start, clocks[stage])
@@ -75,8 +85,8 @@ def timeline(
     return spans
 
 
-def _duration(step: Action | Pair) -> float:
-    return sum(DURATIONS[action.kind] for action in step.passes)
+def _duration(step: Action | Pair, held: frozenset[Action]) -> float:
+    return sum(DURATIONS[one.kind] - (DURATIONS[ActionKind.WEIGHT] if one in held else 0.0) for one in step.passes)
 
 
 def bubble_share(spans: Timeline) -> float:

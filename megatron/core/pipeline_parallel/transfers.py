@@ -15,11 +15,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from megatron.core.pipeline_parallel.schedule import (
+    ONE_F_ONE_B,
     Action,
     ActionKind,
     Orders,
     Pair,
     Pipeline,
+    Schedule,
     forward_only,
     passes,
     stage_orders,
@@ -80,17 +82,17 @@ Program = tuple[Step, ...]
 def pipeline_programs(
     pipeline: Pipeline,
     num_microbatches: int,
+    schedule: Schedule = ONE_F_ONE_B,
     *,
-    group_size: int | None = None,
-    paired: bool = False,
     without_backward: bool = False,
     overlap: bool = True,
 ) -> tuple[Program, ...]:
     """Returns the program of each stage; arguments as in stage_orders and with_transfers.
 
-    without_backward: omits backward passes, and therefore pairs. Cached, because every step requests the same programs.
+    without_backward: omits all passes but forwards, and therefore pairs. Cached, because every step requests the same
+    programs.
     """
-    orders: Orders = stage_orders(pipeline, num_microbatches, group_size=group_size, paired=paired)
+    orders: Orders = stage_orders(pipeline, num_microbatches, schedule)
     if without_backward:
         orders = [forward_only(order) for order in orders]
     return with_transfers(orders, pipeline, overlap=overlap)

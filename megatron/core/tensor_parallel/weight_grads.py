@@ -24,6 +24,12 @@ and calls the hooks of the parameter. For a weight with pending products,
 
 Other hooks on the parameter would find an incomplete gradient and are refused. At the end of each backward everything
 is computed before the wrappers end the backward, so they depend on no schedule.
+
+[Note: split backward] A schedule may complete the gradients of a backward in a later pass of its own. The queue then
+holds the gradients of all parameters that it serves, not only products, from the first to the last. The later pass is a
+backward as well, for autograd and for the wrappers, but one without a graph: it computes and accumulates what was held,
+and calls the hooks. So a wrapper receives all gradients of a microbatch in that pass, in which it may also reduce them,
+release them, and update parameters, and nothing in the backward that was split.
 """
 
 from collections import deque
@@ -34,6 +40,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
@@ -65,6 +72,10 @@ class WeightGrad(Protocol):
 
         None if the memory of its operands will be reused, so that it must be computed immediately.
         """
+        ...
+
+    def kept(self) -> "WeightGrad":
+        """Returns the product for use in a later backward, with operands whose memory nothing else will reuse."""
         ...
 
 
@@ -133,6 +144,15 @@ def is_deferred(param: Tensor) -> bool:
     return held is not None and held.is_deferred
 
 
+def is_split(param: Tensor) -> bool:
+    """Returns whether the running backward holds the gradient of a parameter, any shape and dtype, until another.
+
+    See [Note: split backward].
+    """
+    held: _HeldGrads | None = param.__dict__.get("grad_queue")
+    return held is not None and held.is_split
+
+
 class WeightGradQueue:
     """Holds products that compute weight gradients of the parameters it serves, until `run`.
 
@@ -152,6 +172,8 @@ class WeightGradQueue:
         self._entries: deque[_Entry] = deque()
         # The graph task that has a callback.
         self._task: int | None = None
+        # Receives the entries of a split backward while it runs.
+        self._split: SplitBackward | None = None
         self.is_holding = False
         # Products of served weights since the last `run`, pending or computed at once.
         self.num_delivered = 0
@@ -185,6 +207,24 @@ class WeightGradQueue:
         self._served = {}
 
     @contextmanager
+    def splitting(self) -> "Iterator[SplitBackward]":
+        """Returns a context for a backward whose gradients are completed later, by `complete` of the returned object.
+
+        Several backwards may be split before the first is completed. They must be completed in their order, between
+        other backwards, and before `release`. See [Note: split backward]. Raises ValueError if a parameter has a
+        post-accumulate-grad hook of other code.
+        """
+        for held in self._served.values():
+            held.check_hooks(self._flag, is_split=True)
+            held.arm()
+        self._split = SplitBackward()
+        try:
+            with self.holding():
+                yield self._split
+        finally:
+            self._split = None
+
+    @contextmanager
     def holding(self) -> Iterator[None]:
         """Returns a context for a backward, in which products are held. An exception drops those that are pending.
 
@@ -193,7 +233,7 @@ class WeightGradQueue:
         assert not self.is_holding, "the queue holds products already"
         for held in self._served.values():
             held.check_hooks(self._flag)
-        if not is_in_backward():
+        if not (is_in_backward() or self.is_splitting):
             self._drop()  # left by a backward that failed after an earlier `holding` had ended
         has_failed = self.is_holding = True
         try:
@@ -203,6 +243,11 @@ class WeightGradQueue:
             self.is_holding = False
             if has_failed:
                 self._drop()
+
+    @property
+    def is_splitting(self) -> bool:
+        """Whether the backward that runs is split."""
+        return self._split is not None
 
     @property
     def num_pending(self) -> int:
@@ -231,6 +276,9 @@ class WeightGradQueue:
 
     def append(self, entry: "_Entry") -> None:
         """Appends an entry, in backward; called by the parameter's _HeldGrads."""
+        if self._split is not None:
+            self._split.entries.append(entry)
+            return
         if entry.task != self._task:
             self._task = entry.task
             complete_backward(self.run)
@@ -256,11 +304,37 @@ class _Entry(NamedTuple):
     rest: Tensor | None = None
 
 
+class SplitBackward:
+    """What a split backward has held. entries: in the order in which they were held."""
+
+    def __init__(self) -> None:
+        self.entries: deque[_Entry] = deque()
+
+    def complete(self) -> None:
+        """Computes and accumulates all gradients, in a backward of its own. See [Note: split backward]."""
+        # Autograd runs a backward of tensors on the CPU on the calling thread, with its current stream.
+        root = torch.zeros((), device="cpu", requires_grad=True)
+        root.register_hook(self._run)
+        root.backward()
+
+    @torch.no_grad()
+    def _run(self, _: Tensor) -> None:
+        while self.entries:
+            entry = self.entries.popleft()
+            if entry.product is not None:
+                entry.held.compute(entry.product, entry.task)
+            else:
+                entry.held.finish(entry.rest, entry.task)
+
+
 class _HeldGrads:
-    """Pending gradients of one parameter. is_deferred: whether its hooks must return, see [Note: held products]."""
+    """Pending gradients of one parameter. is_deferred: whether its hooks must return, see [Note: held products].
+
+    is_split: whether the backward that runs holds its gradient for another one, see [Note: split backward].
+    """
 
     def __init__(self, queue: WeightGradQueue, name: str, param: nn.Parameter) -> None:
-        self.name, self.is_deferred = name, False
+        self.name, self.is_deferred, self.is_split = name, False, False
         self._queue, self._param = queue, param
         self._num_entries = 0
         # Computed products that have no owner, until autograd's accumulation in their backward, by its graph task.
@@ -279,9 +353,9 @@ class _HeldGrads:
         """Records that a layer delivers a product, whether or not it is held."""
         self._queue.num_delivered += 1
 
-    def check_hooks(self, flag: str) -> None:
+    def check_hooks(self, flag: str, *, is_split: bool = False) -> None:
         """Raises ValueError for a post-accumulate-grad hook of other code, which would run too early."""
-        if self._param.dim() < 2 or not self._param.requires_grad:
+        if not self._param.requires_grad or (self._param.dim() < 2 and not is_split):
             # No product computes its gradient.
             return
         hooks = self._param._post_accumulate_grad_hooks
@@ -293,17 +367,23 @@ class _HeldGrads:
                     f"omit {flag}"
                 )
 
+    def arm(self) -> None:
+        """Takes every gradient of the parameter, if it is trained, from the node that would accumulate it."""
+        if self._param.requires_grad:
+            self._watch(get_gradient_edge(self._param).node)
+
     def append_product(self, product: WeightGrad, node: Any) -> bool:
         """Appends a product; returns False if it must be computed immediately instead. node: as in deliver."""
         # The sum must keep the order in which the products would be computed without a queue.
         if not (self._queue.is_holding or self.is_active):
             return False
+        if self._queue.is_splitting:
+            self._append(product.kept())
+            return True
         detached = product.detached()
         if detached is None and not self.is_active:
             return False
-        if node is not self._node:
-            self._disarm()
-            self._node, self._handle = node, node.register_prehook(self._before_accumulation)
+        self._watch(node)
         self._append(detached or product)
         if detached is None:
             self._queue.run()
@@ -323,7 +403,7 @@ class _HeldGrads:
     def finish(self, rest: Tensor | None, task: int) -> None:
         """Accumulates all gradients of a backward as autograd does, and calls the hooks. rest: of other uses."""
         self._num_entries -= 1
-        self.is_deferred = False
+        self.is_deferred = self.is_split = False
         self._accumulate(rest, task)
         for hook in [*(self._param._post_accumulate_grad_hooks or {}).values()]:
             hook(self._param)
@@ -331,7 +411,7 @@ class _HeldGrads:
     def drop(self) -> None:
         """Forgets the gradients of a backward that has failed."""
         self._disarm()
-        self._num_entries, self._sums, self.is_deferred = 0, {}, False
+        self._num_entries, self._sums, self.is_deferred, self.is_split = 0, {}, False, False
 
     def _append(self, product: WeightGrad | None, rest: Tensor | None = None) -> None:
         self._num_entries += 1
@@ -340,7 +420,8 @@ class _HeldGrads:
     def _before_accumulation(self, grads: tuple[Tensor | None, ...]) -> tuple[None]:
         """Hook before autograd accumulates, which does nothing for None. grads: the gradient of other uses, or None."""
         (rest,) = grads
-        self.is_deferred = self._num_entries > 0
+        self.is_split = self._queue.is_splitting
+        self.is_deferred = self.is_split or self._num_entries > 0
         if self.is_deferred:
             self._append(None, rest)
         else:
@@ -361,6 +442,11 @@ class _HeldGrads:
             param.grad.add_(new)
         else:
             param.grad = new if new.stride() == param.stride() else torch.empty_like(param).copy_(new)
+
+    def _watch(self, node: Any) -> None:
+        if node is not self._node:
+            self._disarm()
+            self._node, self._handle = node, node.register_prehook(self._before_accumulation)
 
     def _disarm(self) -> None:
         if self._handle is not None:
@@ -399,6 +485,8 @@ class LinearGrad:
     def detached(self) -> "LinearGrad":
         """Returns the product with detached operands."""
         return LinearGrad(self.rows.detach(), self.x.detach())
+
+    kept = detached
 
 
 def is_half_on_gpu(tensor: Tensor) -> bool:
@@ -453,6 +541,8 @@ class _LookUpGrad:
     def detached(self) -> "_LookUpGrad":
         # The caller may write the ids of the next batch to the same memory.
         return _LookUpGrad(self.grad.detach(), self.ids.clone(), self.num_rows)
+
+    kept = detached
 
 
 def _adds_up(node: Any) -> bool:

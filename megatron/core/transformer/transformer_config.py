@@ -180,6 +180,7 @@ class TransformerConfig(
             partial(validate_gated_unit, self),
             partial(validate_moe, self),
             partial(validate_expert_overlap, self),
+            partial(validate_schedule, self),
             partial(validate_precision_of_experts, self),
             partial(validate_activations, self),
             partial(validate_layout_of_layers, self),
@@ -341,10 +342,17 @@ def validate_heads(config: TransformerConfig) -> None:
     )
 
 
+# Fields that overlap exchanges of rows with computation.
+EXPERT_OVERLAP = (
+    "overlap_moe_expert_parallel_comm",
+    "delay_wgrad_compute",
+    "overlap_dispatch_backward_with_experts_wgrad",
+)
+
+
 def validate_expert_overlap(config: TransformerConfig) -> None:
     """Raises ValueError if rows are not exchanged, or not in a way that computation can overlap with."""
-    flags = "overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "overlap_dispatch_backward_with_experts_wgrad"
-    given = next((flag for flag in flags if getattr(config, flag)), None)
+    given = next((flag for flag in EXPERT_OVERLAP if vars(config)[flag]), None)
     if given is None:
         return
     if config.num_moe_experts is None:
@@ -366,6 +374,30 @@ def validate_expert_overlap(config: TransformerConfig) -> None:
             "overlap_moe_expert_parallel_comm is True and cuda_graph_modules captures moe: its exchanges are in the "
             "graph, where passes cannot take turns, so capture attn, moe_router, moe_preprocess and experts, or the "
             "full_iteration"
+        )
+
+
+def validate_schedule(config: TransformerConfig) -> None:
+    """Raises ValueError for what a schedule with weight gradients as passes of their own does not support."""
+    kind = config.pipeline_schedule
+    if kind == "1f1b":
+        return
+    chunks = config.virtual_pipeline_model_parallel_size or 1
+    if chunks > 1:
+        raise ValueError(
+            f"pipeline_schedule is {kind} and virtual_pipeline_model_parallel_size is {chunks}: {kind} has one chunk "
+            "per stage, so omit virtual stages, or use 1f1b"
+        )
+    given = next((flag for flag in EXPERT_OVERLAP if vars(config)[flag]), None)
+    if given is not None:
+        raise ValueError(
+            f"pipeline_schedule is {kind} and {given} is True: {kind} has passes for weight gradients, which exchange "
+            "nothing, so omit one of the two"
+        )
+    if config.cuda_graph_impl == "local" and graphed_modules(config.cuda_graph_modules, [1]):
+        raise ValueError(
+            f"pipeline_schedule is {kind} and cuda_graph_modules captures parts of layers: a part computes all its "
+            "gradients in one replay, so capture the full_iteration, or use 1f1b"
         )
 
 

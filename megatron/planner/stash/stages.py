@@ -158,12 +158,7 @@ def planned_run(run_config: RunConfig, model_provider: Callable[..., nn.Module])
         with as_rank(run_config, rank) as groups:
             chunks = [chunk for chunk, _ in model_parts(model_provider, run_config.transformer)]
             config: TransformerConfig = get_model_config(chunks[0])
-            schedule = ExpertSchedule(
-                chunks,
-                groups,
-                microbatch_group_size=config.microbatch_group_size_per_vp_stage,
-                paired=config.overlap_moe_expert_parallel_comm,
-            )
+            schedule = ExpertSchedule(chunks, groups, config=config)
         layers = [layer for of_chunk in schedule.layers for layer in of_chunk]
         stages.append(PlannedStage.of(schedule))
         if layers and found is None:

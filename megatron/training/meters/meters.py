@@ -34,6 +34,7 @@ STEP_TIMERS = (
     "forward-backward",
     "forward-compute",
     "backward-compute",
+    "weight-compute",
     "pair-compute",
     "batch-generator",
     "all-grads-sync",

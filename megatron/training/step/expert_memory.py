@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from megatron.core.device import default_device, keep_cpu_heap
 from megatron.core.group_collectives import all_ranks_agree, gather_objects
+from megatron.core.pipeline_parallel.expansion import EventKind as ExpertEventKind
 from megatron.core.pipeline_parallel.expansion import ExpertEvent, expand, kept_events
-from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
+from megatron.core.pipeline_parallel.schedule import Pipeline, configured_schedule, stage_orders
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.expert_step import ExpertStep
@@ -53,6 +54,7 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     expected_share,
     gain_line,
     grown_sizes,
+    keeps_pages_for_weights,
     learned_lines,
     mean_row_bytes,
     page_size_on_gpu,
@@ -147,35 +149,37 @@ class ExpertSchedule:
         chunks: Sequence[nn.Module],
         groups: ProcessGroupCollection,
         *,
-        microbatch_group_size: int | None,
-        paired: bool = False,
+        config: TransformerConfig,
     ) -> None:
-        """Finds the MoE layers of the chunks.
-
-        microbatch_group_size: microbatch group size of the configuration, used only by interleaved schedules. paired:
-        whether passes run in pairs, see stage_orders.
-        """
+        """Finds the MoE layers of the chunks. config: chooses the order of the step's passes, and the stash."""
         self.layers = [[part for part in chunk.modules() if isinstance(part, MoELayer)] for chunk in chunks]
         self._layer_map = [[layer.router.layer_number for layer in layers] for layers in self.layers]
         self._segments = _recomputed_segments(chunks)
         self._pipeline = Pipeline(group_size(groups.pp), len(chunks))
-        self._stage, self._microbatch_group_size, self._paired = group_rank(groups.pp), microbatch_group_size, paired
+        self._stage, self._order = group_rank(groups.pp), configured_schedule(config)
+        self._with_weights = keeps_pages_for_weights(config)
         self.events = lru_cache(maxsize=16)(self._events)
 
     def _events(self, num_microbatches: int) -> tuple[StashEvent, ...]:
         """Returns the passes of a training step whose tensors are saved for backward, in order."""
-        orders = stage_orders(
-            self._pipeline, num_microbatches, group_size=self._microbatch_group_size, paired=self._paired
-        )
+        orders = stage_orders(self._pipeline, num_microbatches, self._order)
         recompute = {layer: number for number, (layers, _) in enumerate(self._segments) for layer in layers}
         without_turns = {layer for layers, run in self._segments if run.draws_numbers for layer in layers}
         events = expand(orders[self._stage], self._layer_map, recompute=recompute, recomputed_alone=without_turns)
-        return stash_events(kept_events(events))
+        return stash_events(kept_events(events), with_weights=self._with_weights)
 
 
-def stash_events(events: Sequence[ExpertEvent]) -> tuple[StashEvent, ...]:
-    """Converts expert events of a schedule to stash events. events: the result of kept_events."""
-    return tuple(StashEvent(EventKind(one.kind.value), layer_name(one.layer), one.instance) for one in events)
+def stash_events(events: Sequence[ExpertEvent], *, with_weights: bool = False) -> tuple[StashEvent, ...]:
+    """Converts expert events of a schedule to stash events.
+
+    events: the result of kept_events. with_weights: whether weight passes are events of the stash, see
+    keeps_pages_for_weights.
+    """
+    return tuple(
+        StashEvent(EventKind(one.kind.value), layer_name(one.layer), one.instance)
+        for one in events
+        if with_weights or one.kind is not ExpertEventKind.WEIGHT
+    )
 
 
 def _recomputed_segments(chunks: Sequence[nn.Module]) -> list[tuple[list[int], Recomputed]]:
@@ -199,12 +203,7 @@ def build_expert_memory(
     if config.num_moe_experts is None or config.moe_expert_rank_capacity_factor is None:
         return None
     chunks = unwrap_model(list(model))
-    schedule = ExpertSchedule(
-        chunks,
-        groups,
-        microbatch_group_size=config.microbatch_group_size_per_vp_stage,
-        paired=config.overlap_moe_expert_parallel_comm,
-    )
+    schedule = ExpertSchedule(chunks, groups, config=config)
     shared = group_size(groups.cp) * (group_size(groups.tp) if config.sequence_parallel else 1)
     tokens = seq_length * micro_batch_size // shared
     return ExpertMemory(schedule, config, tokens_per_rank=tokens, expert_ranks=group_size(groups.tp_ep))

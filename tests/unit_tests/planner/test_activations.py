@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from megatron.core.pipeline_parallel.expansion import turn_order
-from megatron.core.pipeline_parallel.schedule import ActionKind, Order, Pipeline, stage_orders
+from megatron.core.pipeline_parallel.schedule import ActionKind, Order, Pipeline, Schedule, stage_orders
 from megatron.planner.activations import ChunkSaved, peak_bytes, turns_of_pair
 from megatron.planner.recorders import PassBytes, TurnBytes
 from megatron.planner.work import EXPERTS
@@ -58,7 +58,7 @@ def test_the_peak_of_pairs_is_that_of_their_turns(pipeline: Pipeline, num_microb
     sizes = [[choose.randint(1, 99) for _ in range(length)] for length in (5, 3, 2)][: pipeline.num_chunks]
     chunks = [_chunk(own, pace=pace) for own in sizes]
     for paired in (False, True):
-        for order in stage_orders(pipeline, num_microbatches, paired=paired):
+        for order in stage_orders(pipeline, num_microbatches, Schedule(paired=paired)):
             assert peak_bytes(order, chunks).total() == _simulated_peak(order, sizes, pace=pace)
 
 
@@ -66,18 +66,18 @@ def test_pairs_hold_the_microbatches_of_the_longer_warm_up_and_one_layer_more() 
     layer, microbatch = 10, 40
     chunk = _chunk([layer] * 4 + [0])
     for stages in (1, 2, 5):
-        alone, paired = (stage_orders(Pipeline(stages), 20, paired=paired) for paired in (False, True))
+        alone, paired = (stage_orders(Pipeline(stages), 20, Schedule(paired=paired)) for paired in (False, True))
         for stage in range(stages):
             following = stages - stage - 1
             assert peak_bytes(alone[stage], [chunk]).total() == (following + 1) * microbatch
             assert peak_bytes(paired[stage], [chunk]).total() == (2 * following + 1) * microbatch + layer
     # A step without enough microbatches for pairs.
-    order = stage_orders(Pipeline(5), 4, paired=True)[0]
+    order = stage_orders(Pipeline(5), 4, Schedule(paired=True))[0]
     assert peak_bytes(order, [chunk]).total() == 4 * microbatch
 
 
 def test_a_chunk_without_experts_runs_alone_in_a_pair() -> None:
-    order = stage_orders(Pipeline(1), 5, paired=True)[0]
+    order = stage_orders(Pipeline(1), 5, Schedule(paired=True))[0]
     assert peak_bytes(order, [ChunkSaved({"layer 0": {"attention": 7}})]).total() == 7
 
 

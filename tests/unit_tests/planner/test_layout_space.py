@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pair, Pipeline, stage_orders
+from megatron.core.pipeline_parallel.schedule import Action, ActionKind, Pair, Pipeline, Schedule, stage_orders
 from megatron.core.pipeline_parallel.timeline import timeline
 from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.planner.layout_space import even_parts, layout_text
@@ -46,7 +46,7 @@ def test_an_extrapolated_step_equals_its_full_timeline(chunks: int, num_microbat
         return sum(forwards[stage] * (1.0 if one.kind is ActionKind.FORWARD else 2.0) for one in step.passes)
 
     def estimate(number: int) -> StepTime:
-        spans = timeline(stage_orders(pipeline, number, paired=paired), pipeline, seconds=seconds)
+        spans = timeline(stage_orders(pipeline, number, Schedule(paired=paired)), pipeline, seconds=seconds)
         end = max(span.end for stage in spans for span in stage.values())
         busy = [chunks * number * forward for forward in forwards]
         stages = tuple(StageTime(one, 0.0, 2 * one, {}, 0.0, 0.0, end - 3 * one, {}) for one in busy)

@@ -6,7 +6,7 @@ from dataclasses import astuple
 import pytest
 
 import pretrain_gpt
-from megatron.core.pipeline_parallel.schedule import Pair, Pipeline, stage_orders
+from megatron.core.pipeline_parallel.schedule import Pair, Pipeline, Schedule, stage_orders
 from megatron.planner.activations import ChunkSaved, fullest, peak_bytes
 from megatron.planner.layer_costs import measure_memory
 from megatron.planner.layout_space import Layout, Recompute, Space
@@ -130,8 +130,8 @@ def test_a_short_step_has_the_peak_of_the_long_one(chunks: int, num_microbatches
     pipeline = Pipeline(4, chunks)
     sizes = [{"a": 7, "b": 1}, {"a": 2, "b": 5}, {"a": 3, "b": 0}][:chunks]
     saved = [ChunkSaved({"layer 0": own, "layer 1": own, END: {"a": 1}}, {"layer 0": 1, "layer 1": 1}) for own in sizes]
-    for stage, order in enumerate(stage_orders(pipeline, num_microbatches, paired=paired)):
-        moments = fullest_moments(pipeline, stage, num_microbatches=num_microbatches, group_size=None, paired=paired)
+    for stage, order in enumerate(stage_orders(pipeline, num_microbatches, Schedule(paired=paired))):
+        moments = fullest_moments(pipeline, stage, num_microbatches=num_microbatches, schedule=Schedule(paired=paired))
         assert fullest(moments, saved) == peak_bytes(order, saved)
         assert any(one.pair is not None for one in moments) == any(isinstance(step, Pair) for step in order)
 

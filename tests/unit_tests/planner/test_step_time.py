@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.block_scaled.format import BlockFormat
-from megatron.core.pipeline_parallel.schedule import Pipeline, passes, stage_orders
+from megatron.core.pipeline_parallel.schedule import Pipeline, Schedule, passes, stage_orders
 from megatron.planner.pair_time import PassWork, backward_parts, forward_parts, waits
 from megatron.planner.step_time import Overlap, StepTime, estimate_step, overlap_of
 from megatron.planner.work import (
@@ -67,7 +67,7 @@ def _step(
     in_node: dict[str, int] | None = None,
     paired: bool = False,
 ) -> StepTime:
-    orders = stage_orders(Pipeline(len(stages), len(stages[0].chunks)), microbatches, paired=paired)
+    orders = stage_orders(Pipeline(len(stages), len(stages[0].chunks)), microbatches, Schedule(paired=paired))
     return estimate_step(
         stages,
         orders,

@@ -156,8 +156,17 @@ class ExpertGrads:
         """Returns the product with detached operands, or None if the rows are in memory that others will reuse."""
         if self.reader is not None and not self.reader.can_be_deferred:
             return None
-        rows = self.rows if type(self.rows) is PagedRows else self.rows.detach()
-        return replace(self, rows=rows, grad=self.grad.detach())
+        return replace(self, rows=self._detached_rows(), grad=self.grad.detach())
+
+    def kept(self) -> "ExpertGrads":
+        """Returns the product for use in a later backward, with rows that remain where they are, or a copy."""
+        if self.reader is None or type(self.rows) is not PagedRows:
+            return replace(self, rows=self._detached_rows(), grad=self.grad.detach())
+        rows, reader = self.reader.kept(self.rows)
+        return replace(self, rows=rows, grad=self.grad.detach(), reader=reader)
+
+    def _detached_rows(self) -> Rows:
+        return self.rows if type(self.rows) is PagedRows else self.rows.detach()
 
     @cpu_alone
     def _pairs_sync(self) -> list[tuple[Tensor, Tensor]]:

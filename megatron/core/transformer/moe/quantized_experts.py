@@ -27,7 +27,7 @@ own.
 that are made here and in expert_function.py, in a dozen calls per layer, which costs the host as much as the calls.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,7 @@ from torch import Tensor
 from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.block_scaled.operators import ops, quantize_weight
 from megatron.core.fusions.gated_activation import ActivationForm
-from megatron.core.paged_rows import Rows, operand
+from megatron.core.paged_rows import PagedRows, Rows, operand
 from megatron.core.transformer.moe.paged_stash import RowsReader
 
 
@@ -172,6 +172,13 @@ class QuantizedGrads:
     def detached(self) -> "QuantizedGrads | None":
         """Returns the product itself: bytes have no graph. None if the rows are in memory that others will reuse."""
         return self if self.reader is None or self.reader.can_be_deferred else None
+
+    def kept(self) -> "QuantizedGrads":
+        """Returns the product for use in a later backward, with rows that remain where they are, or a copy."""
+        if self.reader is None or type(self.rows) is not PagedRows:
+            return self
+        rows, reader = self.reader.kept(self.rows)
+        return replace(self, rows=rows, reader=reader)
 
     def _columns(self, packed: Rows, width: int) -> Tensor:
         columns = self.form.empty_rows(width, packed.shape[0], device=packed.device)

@@ -1,7 +1,7 @@
 """Programs of all stages complete for every layout and follow known schedules; invalid ones are rejected."""
 
 from collections.abc import Generator
-from itertools import product
+from itertools import accumulate, product
 
 import pytest
 
@@ -11,11 +11,14 @@ from megatron.core.pipeline_parallel.schedule import (
     ActionKind,
     Pair,
     Pipeline,
+    Schedule,
+    ScheduleKind,
     forward_only,
     forwards_ahead,
     interleaved_schedule,
     passes,
     stage_orders,
+    validate_schedule,
 )
 from megatron.core.pipeline_parallel.timeline import bubble_share, timeline
 from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Program, Transfer, pipeline_programs
@@ -32,22 +35,61 @@ def test_every_schedule_runs_to_its_end() -> None:
         if stages == 1 and chunks > 1:
             continue
         pipeline = Pipeline(stages, chunks)
-        for overlap, without_backward, paired in product((False, True), repeat=3):
-            options = {"overlap": overlap, "without_backward": without_backward, "paired": paired}
-            programs = pipeline_programs(pipeline, microbatches, **options)
+        schedules = [Schedule(), Schedule(paired=True), *([Schedule(ScheduleKind.ZB_H1)] if chunks == 1 else [])]
+        for overlap, without_backward, schedule in product((False, True), (False, True), schedules):
+            options = {"overlap": overlap, "without_backward": without_backward}
+            programs = pipeline_programs(pipeline, microbatches, schedule, **options)
             validate_programs(programs, pipeline)
-            kinds = (ActionKind.FORWARD,) if without_backward else tuple(ActionKind)
+            kinds = {ActionKind.FORWARD} if without_backward else set(ActionKind)
+            if schedule.kind is ScheduleKind.ONE_F_ONE_B or stages == 1:
+                kinds.discard(ActionKind.WEIGHT)
             expected = {Action(*one) for one in product(kinds, range(chunks), range(microbatches))}
             for program in programs:
                 ran = passes([step for step in program if isinstance(step, (Action, Pair))])
                 assert len(ran) == len(expected) and set(ran) == expected
 
 
+@pytest.mark.parametrize(("stages", "microbatches", "units"), [(4, 8, 27), (8, 24, 79), (4, 4, 15), (2, 1, 5)])
+def test_zb_h1_reaches_its_lower_bound(stages: int, microbatches: int, units: int) -> None:
+    # The first stage waits for one forward of each other stage, and computes 3 M. With few microbatches, the last
+    # stage's first backward ends late.
+    pipeline = Pipeline(stages)
+    spans = timeline(stage_orders(pipeline, microbatches, Schedule(ScheduleKind.ZB_H1)), pipeline)
+    ends = [max(span.end for span in stage.values()) for stage in spans]
+    assert max(ends) == units
+    if microbatches >= stages:
+        assert units == 3 * microbatches + stages - 1
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 20])
+def test_zb_h1_holds_no_more_microbatches_than_the_first_stage_of_1f1b(microbatches: int) -> None:
+    for stage, order in enumerate(stage_orders(Pipeline(4), microbatches, Schedule(ScheduleKind.ZB_H1))):
+        for ends, limit in ((ActionKind.BACKWARD, 4 - stage), (ActionKind.WEIGHT, 4)):
+            steps = {ActionKind.FORWARD: 1, ends: -1}
+            held = list(accumulate(steps.get(action.kind, 0) for action in passes(order)))
+            assert max(held) == min(limit, microbatches), stage
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ("F0.0 W0.0 B0.0", r"runs W0\.0 before B0\.0"),
+        ("F0.0 B0.0 W0.0 W0.0", r"runs W0\.0 twice"),
+        ("F0.0 F0.1 B0.0 B0.1 W0.1 W0.0", r"runs W0\.1 before W0\.0, whose backward came first"),
+        ("F0.0 F0.1 B0.0 B0.1 W0.0", r"runs B0\.1 before W0\.0, whose backward came first"),
+    ],
+)
+def test_an_order_in_which_weight_passes_cannot_run_is_rejected(order: str, message: str) -> None:
+    actions = [Action(ActionKind(one[0]), int(one[1]), int(one[3])) for one in order.split()]
+    with pytest.raises(ValueError, match=message):
+        validate_schedule(actions)
+
+
 @pytest.mark.parametrize("paired", [False, True])
 @pytest.mark.parametrize("group", [4, 5, 7, 16])
 @pytest.mark.parametrize("microbatches", [1, 6, 9, 16])
 def test_groups_of_any_size_from_the_number_of_stages_on_run(group: int, microbatches: int, paired: bool) -> None:
-    programs = pipeline_programs(Pipeline(4, 3), microbatches, group_size=group, paired=paired)
+    programs = pipeline_programs(Pipeline(4, 3), microbatches, Schedule(group_size=group, paired=paired))
     validate_programs(programs, Pipeline(4, 3))
 
 
@@ -58,7 +100,7 @@ def test_groups_of_any_size_from_the_number_of_stages_on_run(group: int, microba
 )
 def test_bubbles_are_those_of_the_known_schedules(stages: int, chunks: int, microbatches: int, paired: bool) -> None:
     pipeline = Pipeline(stages, chunks)
-    orders = stage_orders(pipeline, microbatches, paired=paired)
+    orders = stage_orders(pipeline, microbatches, Schedule(paired=paired))
     share = bubble_share(timeline(orders, pipeline))
     assert share == pytest.approx((stages - 1) / (chunks * microbatches + stages - 1))
     if chunks == 1:
@@ -73,8 +115,8 @@ def test_pairs_follow_the_warm_up_but_not_the_first_forward_or_last_backward_of_
         if stages == 1 and chunks > 1:
             continue
         pipeline, group = Pipeline(stages, chunks), stages + more
-        unpaired = stage_orders(pipeline, microbatches, group_size=group)
-        for stage, order in enumerate(stage_orders(pipeline, microbatches, group_size=group, paired=True)):
+        unpaired = stage_orders(pipeline, microbatches, Schedule(group_size=group))
+        for stage, order in enumerate(stage_orders(pipeline, microbatches, Schedule(group_size=group, paired=True))):
             ran, pairs = passes(order), [step for step in order if isinstance(step, Pair)]
             forwards = forward_only(order)
             # Both kinds of passes run in the order without pairs.
@@ -102,7 +144,7 @@ def test_lists_read_as_expected() -> None:
     order = interleaved_schedule(1, Pipeline(2, 2), num_microbatches=3, paired=True)
     assert " ".join(map(str, order)) == "F0.0 F0.1 F1.0 B1.0+F1.1 B1.1+F0.2 B0.0 B0.1+F1.2 B1.2 B0.2"
     # A pair has both inputs before it starts, and sends both outputs after it has ended.
-    middle = [str(step) for step in pipeline_programs(Pipeline(3), 5, paired=True)[1]]
+    middle = [str(step) for step in pipeline_programs(Pipeline(3), 5, Schedule(paired=True))[1]]
     start = middle.index("B0.0+F0.3")
     assert middle[start - 3 : start + 2] == (
         ["[send F0.2 to 2, receive F0.4 from 0, receive B0.0 from 2]", "await B0.0", "await F0.3", "B0.0+F0.3"]
@@ -171,7 +213,7 @@ def test_pairs_with_too_short_a_warm_up_are_refused() -> None:
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_expanded_lists_are_what_the_stash_sees(chunks: int, paired: bool) -> None:
     pipeline = Pipeline(2, chunks)
-    for order in stage_orders(pipeline, 5, paired=paired):
+    for order in stage_orders(pipeline, 5, Schedule(paired=paired)):
         events = expand(order, [[1, 3], [5]][:chunks])
         stash = stash_events(events)
         follower = StashOrder(stash)
@@ -183,8 +225,11 @@ def test_expanded_lists_are_what_the_stash_sees(chunks: int, paired: bool) -> No
 def test_layers_that_run_again_do_so_before_the_backward_of_their_segment() -> None:
     first = expand([Action(kind, 0, 0) for kind in ActionKind], [[2, 3, 4]], recompute={2: 0, 3: 0})
     shown = " ".join(map(str, first))
-    assert shown == ("F layer 2.0 F layer 3.0 F layer 4.0 B layer 4.0 R layer 2.0 R layer 3.0 B layer 3.0 B layer 2.0")
-    assert " ".join(map(str, kept_events(first))) == "F layer 4.0 B layer 4.0"
+    assert shown == (
+        "F layer 2.0 F layer 3.0 F layer 4.0 B layer 4.0 R layer 2.0 R layer 3.0 B layer 3.0 B layer 2.0 "
+        "W layer 4.0 W layer 3.0 W layer 2.0"
+    )
+    assert " ".join(map(str, kept_events(first))) == "F layer 4.0 B layer 4.0 W layer 4.0"
 
 
 def _handing_over(name: str, segments: int, log: list[str]) -> Generator[None, None, None]:

@@ -1,5 +1,6 @@
 """Tests of expert memory over several steps: pages match the plan, pools grow, and results do not change."""
 
+import copy
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
@@ -195,7 +196,9 @@ def test_a_stash_follows_what_runs_where_frozen_layers_keep_nothing() -> None:
 )
 def test_the_groups_of_a_pair_are_planned_in_turns(settings: dict[str, Any], expected: str) -> None:
     chunks = [Toy.of(**settings).model]
-    schedule = ExpertSchedule(chunks, ProcessGroupCollection(), microbatch_group_size=None, paired=True)
+    config = copy.copy(chunks[0].config)
+    config.overlap_moe_expert_parallel_comm = True
+    schedule = ExpertSchedule(chunks, ProcessGroupCollection(), config=config)
     events = [f"{event.kind.value}{event.name.removeprefix('layer ')}" for event in schedule.events(2)]
     assert " ".join(events) == expected
 

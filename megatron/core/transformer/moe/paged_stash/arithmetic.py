@@ -18,23 +18,34 @@ from megatron.core.transformer.moe.paged_stash.page_layout import (
     TensorSpec,
     planning_order,
 )
-from megatron.core.transformer.moe.paged_stash.stash_order import EventKind, GroupKey, StashEvent, StashOrder
+from megatron.core.transformer.moe.paged_stash.stash_order import (
+    EventKind,
+    GroupKey,
+    StashEvent,
+    StashOrder,
+    late_groups,
+)
 
 PagesOf = Callable[[GroupKey], PagesByPriority]
 ReserveRow = tuple[int, int, int]
 
 
 class _Pass(NamedTuple):
-    """An event that allocates pages (forward) or frees them (backward). rank: index of the group's forward."""
+    """An event that allocates pages (forward) or frees them. rank: index of the group's forward."""
 
     forward: bool
     rank: int
 
 
 def resident_groups(events: Sequence[StashEvent]) -> set[GroupKey]:
-    """Returns the groups whose backward directly follows their forward. They are not stashed and require no pages."""
+    """Returns the groups whose backward directly follows their forward. They are not stashed and require no pages.
+
+    Groups that keep pages for their weight gradients are not among them.
+    """
+    kinds = (EventKind.FORWARD, EventKind.BACKWARD)
     pairs = zip(events, events[1:])
-    return {first.group for first, second in pairs if first.kind is not second.kind and first.group == second.group}
+    found = {one.group for one, after in pairs if (one.kind, after.kind) == kinds and one.group == after.group}
+    return found - late_groups(events)
 
 
 def peak_pages(events: Sequence[StashEvent], pages: PagesOf, *, up_to: Priority = LEAST_IMPORTANT) -> int:
@@ -66,9 +77,10 @@ class PageMove(NamedTuple):
 def page_moves(events: Sequence[StashEvent], *, prefetch_groups: int) -> list[PageMove]:
     """Lists the page allocations and releases of a step, in order.
 
-    A backward releases the pages of its group and of the groups that it prefetches.
+    A backward releases the pages of its group and of the groups that it prefetches, unless their weight gradients still
+    need them.
     """
-    order, resident = StashOrder(events), resident_groups(events)
+    order, resident, late = StashOrder(events), resident_groups(events), late_groups(events)
     indices: dict[GroupKey, int] = {}
     held: set[GroupKey] = set()
     moves = []
@@ -80,8 +92,9 @@ def page_moves(events: Sequence[StashEvent], *, prefetch_groups: int) -> list[Pa
                 held.add(event.group)
                 moves.append(PageMove(place, event.group, indices[event.group], is_taken=True))
             continue
+        is_late = event.kind is EventKind.WEIGHT
         for done in (event, *order.upcoming_backwards(event, prefetch_groups)):
-            if done.group in held:
+            if done.group in held and (done.group in late) == is_late:
                 held.remove(done.group)
                 moves.append(PageMove(place, done.group, indices[done.group], is_taken=False))
     return moves
@@ -247,7 +260,7 @@ def simulate(
     layout: PoolLayout,
     reserve: Sequence[ReserveRow] | None = None,
 ) -> Simulation:
-    """Simulates the page allocations of a step in which each backward releases its group's pages immediately."""
+    """Simulates the page allocations of a step in which the last event of each group releases its pages."""
     pool, placements = PoolModel(layout), {}
     passes, groups = _passes(events)
     for forward, rank in passes:
@@ -264,8 +277,10 @@ def simulate(
 def _passes(events: Sequence[StashEvent]) -> tuple[list[_Pass], list[GroupKey]]:
     """Returns the events that allocate or release pages, and the groups in the order of their forwards.
 
-    Skips the second part of a split backward, and a backward without a forward.
+    Skips the second part of a split backward, a backward without a forward, and one whose weight gradients still need
+    the pages.
     """
+    late = late_groups(events)
     rank_of: dict[GroupKey, int] = {}
     closed: set[GroupKey] = set()
     passes = []
@@ -274,6 +289,8 @@ def _passes(events: Sequence[StashEvent]) -> tuple[list[_Pass], list[GroupKey]]:
         if forward and group not in rank_of:
             rank_of[group] = len(rank_of)
         elif forward or group not in rank_of or group in closed:
+            continue
+        elif event.kind is EventKind.BACKWARD and group in late:
             continue
         else:
             closed.add(group)

@@ -684,10 +684,7 @@ def tensor_of(saved: SavedTensor) -> Tensor:
 def _move_out(group: GroupMemory) -> None:
     """Copies the tensors of a group that was computed in the scratch to memory of their own."""
     for rows in group.placed:
-        pages = rows.table.shape[0]
-        elements = rows.page_bytes // rows.arena.itemsize
-        rows.arena = rows.arena.view(-1, elements).index_select(0, rows.table).view(-1)
-        rows.table = torch.arange(pages, device=rows.device)
+        rows.move_out()
 
 
 def _replace_saved(block: Block, memory: RestoredBlock) -> None:

@@ -701,8 +701,10 @@ class PagedStash:
             else:
                 self._keeper.fetch(group, again, following=following)
 
-    def _give_back(self, group: GroupMemory) -> None:
+    def _give_back(self, group: GroupMemory, *, is_weight_pass: bool = False) -> None:
         with self._keeper:
+            if is_weight_pass and group.generation == self._keeper.generation and self._part is None:
+                self.order.observe(StashEvent(EventKind.WEIGHT, *group.key))
             self._keeper.give_back(group)
             group.placed = []
 
@@ -765,6 +767,8 @@ class StashedRows:
         self._specs: Sequence[TensorSpec] = ()
         self._recompute: Callable[..., None] | None = None
         self._num_readers = 0
+        # The graph task of the backward that reads the rows.
+        self._backward = -1
         self._is_saved = False
         # Whether `save` accepts a recomputation of gate_up, which then requires bit-identical kernels.
         self.may_recompute = stash.has_rungs
@@ -860,7 +864,7 @@ class StashedRows:
                 )
             again = None if self._recompute is None else partial(_recompute_placed, self._group, self._recompute)
             self._stash._reach_placed(self._group, again)
-            self._recompute, self._num_readers = None, 1
+            self._recompute, self._num_readers, self._backward = None, 1, current_backward_id()
             return [*self._group.placed]
         require_kept(self._kept or self._restored)
         self._stash._settle(self._group)
@@ -891,7 +895,8 @@ class StashedRows:
         if self._num_readers:
             self._num_readers -= 1
             if not self._num_readers:
-                self._stash._give_back(self._group)
+                # A schedule may compute weight gradients in a later backward.
+                self._stash._give_back(self._group, is_weight_pass=current_backward_id() != self._backward)
 
     def _check_readable(self) -> None:
         self._stash._keeper.check_readable(self._group)
@@ -918,6 +923,18 @@ class RowsReader:
     def can_be_deferred(self) -> bool:
         """Whether the product may read the rows after other groups have computed."""
         return self._rows is not None and self._rows._can_be_deferred()
+
+    def kept(self, rows: PagedRows) -> "tuple[PagedRows, RowsReader | None]":
+        """Returns the rows, [C, W], any dtype, and their reader, for a product of a later backward.
+
+        Rows whose pages other groups will overwrite are copied, and then need no reader.
+        """
+        if self.can_be_deferred:
+            return rows, self
+        self.begin()
+        copied = rows.copied()
+        self.end()
+        return copied, None
 
     def begin(self) -> None:
         """Raises RuntimeError if the rows are no longer in their pages."""

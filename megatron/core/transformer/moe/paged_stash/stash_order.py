@@ -29,17 +29,21 @@ def layer_of(name: str) -> int:
 
 
 class EventKind(enum.Enum):
-    """Kind of an event: forward or backward of a group."""
+    """Kind of an event of a group: its forward, its backward, or weight gradients that its backward held.
+
+    WEIGHT exists only for groups that keep pages for these gradients, and is then their last event.
+    """
 
     FORWARD = "F"
     BACKWARD = "B"
+    WEIGHT = "W"
 
     # By identity, because Enum hashes its name in Python, in each look-up of an event.
     __hash__ = object.__hash__
 
 
 class StashEvent(NamedTuple):
-    """Forward or backward of one expert group. instance: number of earlier forwards with the same name in the step."""
+    """An event of one expert group. instance: number of earlier forwards with the same name in the step."""
 
     kind: EventKind
     name: str
@@ -47,11 +51,16 @@ class StashEvent(NamedTuple):
 
     @property
     def group(self) -> GroupKey:
-        """Key that a group's forward and backward share."""
+        """Key that the events of a group share."""
         return (self.name, self.instance)
 
     def __str__(self) -> str:
         return f"{self.kind.value} {self.name}.{self.instance}"
+
+
+def late_groups(events: Sequence[StashEvent]) -> set[GroupKey]:
+    """Returns the groups that keep pages until their weight gradients are computed."""
+    return {event.group for event in events if event.kind is EventKind.WEIGHT}
 
 
 class StashOrder:
@@ -103,9 +112,12 @@ class StashOrder:
             self._waiting.pop(group, None)
 
     def is_backward_next(self, event: StashEvent) -> bool:
-        """Returns whether the same group's backward is the next event after this forward. False if unknown."""
+        """Returns whether the same group's backward is the next event after this forward. False if unknown.
+
+        Also False for a group that keeps pages for its weight gradients.
+        """
         following = self._next_backward(event)
-        return following is not None and following.group == event.group
+        return following is not None and following.group == event.group and event.group not in self._late
 
     def adjacent_backward(self, event: StashEvent) -> StashEvent | None:
         """Returns the next event after this one if it is a backward whose group ran forward; None if unknown."""
@@ -147,6 +159,7 @@ class StashOrder:
 
     def _set_events(self, events: tuple[StashEvent, ...]) -> None:
         self._events = events
+        self._late = late_groups(events)
         # The first part of a split backward counts.
         self._positions = {event: position for position, event in reversed(list(enumerate(events)))}
         forwards = (event.group for event in events if event.kind is EventKind.FORWARD)
