@@ -411,7 +411,8 @@ function heldPages(timeline, tier) {
 
 function drawPages(timeline, tier) {
   const {layers, places, held, totals} = heldPages(timeline, tier), pages = timeline[tier + "_pages"];
-  const words = ["begin", ...timeline.passes.map(pass => `layer ${Math.abs(pass)}, ${pass > 0 ? "forward" : "backward"}`)];
+  const kind = (pass, place) => pass > 0 ? "forward" : timeline.weights.includes(place) ? "weight gradients" : "backward";
+  const words = ["begin", ...timeline.passes.map((pass, place) => `layer ${Math.abs(pass)}, ${kind(pass, place)}`)];
   const tint = index => layers.length <= 8 ? color(index) : `hsl(${Math.round(210 + 300 * index / layers.length) % 360} 60% 55%)`;
   return {
     traces: [

@@ -338,7 +338,8 @@ def _timeline_of(rank: int, own: StepFigures | None) -> dict[str, Any]:
 def stash_timeline(step: StepFigures) -> dict[str, Any]:
     """Simulates from a step's live rows when the step allocated and released pages, with the pool's rules.
 
-    "passes": the number of the layer that ran forward, or its negative for backward, in order.
+    "passes": the number of the layer that ran forward, or its negative for backward and weight gradients, in order.
+    "weights": the indices in passes of weight gradients that are computed later than their backward.
     "changes": a list of [index in passes, layer, device pages, host pages], in the order of page_moves. Numbers of
     released pages are negative.
     """
@@ -353,8 +354,11 @@ def stash_timeline(step: StepFigures) -> dict[str, Any]:
         else:
             changes.append([move.place, *_pages_of(group, pool, sign=-1)])
             pool.release(group)
-    signs = {EventKind.FORWARD: 1, EventKind.BACKWARD: -1}
-    return {"passes": [signs[event.kind] * layer_of(event.name) for event in step.events], "changes": changes}
+    return {
+        "passes": [layer_of(one.name) * (1 if one.kind is EventKind.FORWARD else -1) for one in step.events],
+        "weights": [place for place, one in enumerate(step.events) if one.kind is EventKind.WEIGHT],
+        "changes": changes,
+    }
 
 
 def pages_to_keep_all(step: StepFigures) -> int:

@@ -227,6 +227,8 @@ class PagedStash:
         self._prefetch_groups, self.has_rungs = prefetch_groups, has_rungs and dtype is None
         self.dtype = dtype
         self._prefetches_from_host = computes_in_pages and pool.scratch_sets > 1
+        # Without pages on the host, groups keep their pages until their weight gradients are computed.
+        self._records_weights = computes_in_pages and not pool.layout.host_pages
         self._keeper = PageKeeper(pool, num_programs=num_programs, streams=streams or StashStreams.on(pool.device))
         self._instances: Multiset[str] = Multiset()  # number of forwards so far in this step, by name
         self._num_forwards = 0  # so far in this step
@@ -703,7 +705,7 @@ class PagedStash:
 
     def _give_back(self, group: GroupMemory, *, is_weight_pass: bool = False) -> None:
         with self._keeper:
-            if is_weight_pass and group.generation == self._keeper.generation and self._part is None:
+            if is_weight_pass and self._records_weights and group.generation == self._keeper.generation:
                 self.order.observe(StashEvent(EventKind.WEIGHT, *group.key))
             self._keeper.give_back(group)
             group.placed = []
