@@ -1,0 +1,199 @@
+"""Weight gradients as passes of their own leave a training run bit-identical, and fill time in which stages wait."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import groupby, islice
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from megatron.core.pipeline_parallel.runner import ScheduleRunner
+from megatron.core.pipeline_parallel.schedule import (
+    Action,
+    ActionKind,
+    Order,
+    Pipeline,
+    Schedule,
+    ScheduleKind,
+    stage_orders,
+)
+from megatron.core.pipeline_parallel.timeline import bubble_share, timeline
+from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel.weight_grads import SplitBackward
+from megatron.training.run import TrainingRun
+from tests.counts import long_count, slow
+from tests.distributed.parity import layout
+from tests.distributed.stash_runs import argv_of, train_here
+from tests.distributed.test_expert_overlap import COMMON, DIMENSIONS, EXPERTS
+from tests.distributed.tiny_runs import TrainedRun, started_run
+from tests.functional_tests.case import Flags
+from tests.harness import run_on_ranks
+from tests.pairwise import Case, covering
+
+ZB_H1: Flags = {"pipeline-schedule": "zb-h1"}
+# Number of ranks, number of ranks with different batches, and flags.
+LAYOUTS: dict[str, tuple[int, int, Flags]] = {
+    "pp 2": (2, 1, layout(pp=2)),
+    "pp 4": (4, 1, layout(pp=4)),
+    "pp 2, ep 2": (4, 2, layout(pp=2, ep=2)),
+    "pp 2, tp 2": (4, 1, {**layout(2, pp=2), "num-query-groups": 2}),
+}
+SIZES: dict[str, list[Any]] = {
+    **{name: list(values) for name, values in DIMENSIONS.items() if name not in ("layout", "flags")},
+    "layout": list(LAYOUTS),
+    "microbatches": [1, 3, 5, "changing"],
+    "tied": [False, True],
+}
+
+
+def _is_possible(case: Case) -> bool:
+    """Returns whether the program accepts a case. Something must be left to stash and to offload."""
+    experts, recompute, around = case.get("experts", "static"), case.get("recompute"), case.get("around")
+    if "moe-paged-stash" in EXPERTS[experts] and recompute in ("full", "moe"):
+        return False
+    if "8 bits" in experts and around in ("adapters", "fp16"):
+        return False
+    # Shared experts overlap with an exchange between several ranks.
+    if case.get("shared") == "overlapped" and case.get("layout") != "pp 2, ep 2":
+        return False
+    return not (around == "offloading" and recompute in ("full", "some layers"))
+
+
+def _flags(case: Case) -> Flags:
+    _, replicas, of_layout = LAYOUTS[case["layout"]]
+    flags: Flags = {**COMMON, **of_layout}
+    for name, values in DIMENSIONS.items():
+        if name not in ("layout", "flags", "microbatches"):
+            flags |= values[case[name]]
+    if case["tied"]:
+        flags |= {"untie-embeddings-and-output-weights": None}
+    if case["microbatches"] == "changing":
+        # 5, 1 and 2 micro-batches. Thresholds count tokens, 16 a sample.
+        sizes = f"0:{5 * replicas} {16 * 5 * replicas}:{replicas} {16 * 6 * replicas}:{2 * replicas}"
+        return {**flags, "global-batch-size": None, "step-batch-size-schedule": sizes}
+    return {**flags, "global-batch-size": replicas * case["microbatches"]}
+
+
+@dataclass
+class _Log:
+    """The passes that a rank's runners have executed, in order, by training step. stage: of this rank."""
+
+    pipeline: Pipeline = Pipeline(1)
+    stage: int = 0
+    steps: list[list[Action]] = field(default_factory=list)
+    current: list[Action] = field(default_factory=list)
+
+    @contextmanager
+    def look(self, run: TrainingRun) -> Iterator[None]:
+        self.pipeline, self.stage = Pipeline(group_size(run.groups.pp), len(run.model)), group_rank(run.groups.pp)
+        run_step, forward, backward = ScheduleRunner.run, ScheduleRunner._forward, ScheduleRunner._backward
+        complete, splits = SplitBackward.complete, dict[int, Action]()
+
+        def begun(runner: ScheduleRunner, steps: Any) -> Any:
+            of_step = list[Action]()
+            self.current = of_step
+            found = run_step(runner, steps)
+            # An evaluation has no backward.
+            if any(action.kind is ActionKind.BACKWARD for action in of_step):
+                self.steps.append(of_step)
+            return found
+
+        def ran_forward(runner: ScheduleRunner, action: Action) -> None:
+            forward(runner, action)
+            self.current.append(action)
+
+        def ran_backward(runner: ScheduleRunner, action: Action) -> None:
+            backward(runner, action)
+            self.current.append(action)
+            if runner._weights is not None and runner._weights.is_splitting:
+                splits[id(runner._weights._split)] = action
+
+        def completed(split: SplitBackward) -> None:
+            assert split.entries
+            complete(split)
+            self.current.append(splits.pop(id(split)).of_kind(ActionKind.WEIGHT))
+
+        with (
+            patch.object(ScheduleRunner, "run", begun),
+            patch.object(ScheduleRunner, "_forward", ran_forward),
+            patch.object(ScheduleRunner, "_backward", ran_backward),
+            patch.object(SplitBackward, "complete", completed),
+        ):
+            yield
+
+
+def _train(argv: Sequence[str], setup: Any) -> TrainedRun:
+    if "--moe-expert-rank-capacity-factor" in argv:
+        return train_here(argv, setup)
+    trained = TrainedRun()
+    with started_run(argv) as run:
+        trained.train(run, setup=setup)
+    return trained
+
+
+def _compare(case: Case) -> int:
+    """Checks that the schedule changes no results, and that it is executed; returns the number of weight passes."""
+    flags, log = _flags(case), _Log()
+    plain = _train(argv_of(flags), _Log().look)
+    split = _train(argv_of(flags, ZB_H1), log.look)
+    split.assert_same(plain, str(case))
+    number = case["microbatches"]
+    planned = [
+        stage_orders(log.pipeline, one, Schedule(ScheduleKind.ZB_H1))[log.stage]
+        for one in ((5, 1, 2) if number == "changing" else (number,) * 3)
+    ]
+    # Steps that overflow are repeated.
+    assert [step for step, _ in groupby(log.steps)] == [step for step, _ in groupby(planned)], case
+    return sum(action.kind is ActionKind.WEIGHT for step in log.steps for action in step)
+
+
+def _compare_all(cases: Sequence[Case]) -> list[int]:
+    return [_compare(case) for case in cases]
+
+
+DRAWS = long_count(20, soak=40)
+# Covers each value on two ranks, and each pair of values under `make soak`, and runs some cases of further layouts.
+CASES = list(
+    islice(covering({**SIZES, "layout": ["pp 2"]}, draws=DRAWS, allowed=_is_possible), long_count(10, soak=1000))
+)
+FURTHER = {
+    name: list(islice(covering({**SIZES, "layout": [name]}, draws=DRAWS, allowed=_is_possible), long_count(2, soak=12)))
+    for name, (ranks, _, _) in LAYOUTS.items()
+    if ranks > 2
+}
+
+
+@pytest.mark.slow
+def test_weight_passes_change_no_bit() -> None:
+    for weights in run_on_ranks(_compare_all, 2, CASES, timeout=60 + 60 * len(CASES)):
+        assert all(weights)
+
+
+@pytest.mark.parametrize("name", [slow(name) for name in FURTHER])
+def test_weight_passes_change_no_bit_on_more_ranks(name: str) -> None:
+    cases = FURTHER[name]
+    for weights in run_on_ranks(_compare_all, 4, cases, timeout=60 + 60 * len(cases)):
+        assert all(weights)
+
+
+def _executed(flags: Flags) -> list[Order]:
+    """Returns the passes of the last step as each stage has executed them."""
+    log = _Log()
+    _train(
+        argv_of(COMMON, layout(pp=4), flags, {"global-batch-size": 8, "moe-expert-rank-capacity-factor": None}),
+        log.look,
+    )
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, log.steps[-1])
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "units"), [("1f1b", 33), ("zb-h1", 27)])
+def test_executed_passes_of_equal_length_leave_the_bubble_of_the_schedule(schedule: str, units: int) -> None:
+    orders = run_on_ranks(_executed, 4, {"pipeline-schedule": schedule, "train-iters": 1}, timeout=120)[0]
+    spans = timeline(orders, Pipeline(4))
+    assert max(span.end for stage in spans for span in stage.values()) == units
+    assert bubble_share(spans) == pytest.approx(1 - 24 / units)
