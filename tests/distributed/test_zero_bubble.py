@@ -59,7 +59,9 @@ def _is_possible(case: Case) -> bool:
     # Shared experts overlap with an exchange between several ranks.
     if case.get("shared") == "overlapped" and case.get("layout") != "pp 2, ep 2":
         return False
-    return not (around == "offloading" and recompute in ("full", "some layers"))
+    # The last layer of a stage is not offloaded.
+    is_single = case.get("layout") == "pp 4"
+    return not (around == "offloading" and (is_single or recompute in ("full", "some layers")))
 
 
 def _flags(case: Case) -> Flags:

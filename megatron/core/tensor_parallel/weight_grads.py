@@ -313,7 +313,7 @@ class SplitBackward:
     def complete(self) -> None:
         """Computes and accumulates all gradients, in a backward of its own. See [Note: split backward]."""
         # Autograd runs a backward of tensors on the CPU on the calling thread, with its current stream.
-        root = torch.zeros((), device="cpu", requires_grad=True)
+        root = torch.zeros((), dtype=torch.float32, device="cpu", requires_grad=True)
         root.register_hook(self._run)
         root.backward()
 

@@ -4,7 +4,8 @@ import copy
 import io
 import threading
 import weakref
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from typing import Any
 
@@ -19,6 +20,7 @@ from megatron.core.tensor_parallel.random import CheckpointFunction, checkpoint
 from megatron.core.tensor_parallel.weight_grads import (
     GradOwner,
     LinearGrad,
+    SplitBackward,
     WeightGradQueue,
     deliver,
     look_up,
@@ -123,6 +125,94 @@ def test_a_served_model_has_the_same_bits_outside_of_holding(fields: dict[str, A
     assert all(torch.equal(grad, gradients(served)[name]) for name, grad in gradients(plain).items())
 
 
+# Backwards that a schedule completes later.
+
+
+def run_split(queue: WeightGradQueue, losses: Iterable[Tensor], *, lag: int) -> None:
+    """Runs backwards of losses, each of which is completed `lag` backwards later."""
+    waiting: deque[SplitBackward] = deque()
+    for loss in losses:
+        with queue.splitting() as split:
+            loss.backward()
+        waiting.append(split)
+        if len(waiting) > lag:
+            waiting.popleft().complete()
+    for split in waiting:
+        split.complete()
+
+
+@pytest.mark.parametrize("lag", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("fields", "owner"),
+    [
+        ({"add_bias_linear": True, **BF16}, ""),
+        ({**MOE, "mtp_num_layers": 1}, "persistent"),
+        ({**MOE, **FULL}, "persistent"),
+        ({**MOE, **PARTS, "moe_expert_rank_capacity_factor": 4.0, "lora_rank": 4}, "persistent"),
+    ],
+)
+def test_split_backwards_deliver_the_same_bits_when_they_are_completed(
+    fields: dict[str, Any], owner: str, lag: int
+) -> None:
+    found = []
+    for is_split in (False, True):
+        model = small_model(small_config(**fields), share_embeddings_and_output_weights=True)
+        ddp = wrapped(model, overlap_grad_reduce=True) if owner else None
+        if ddp is not None:
+            ddp.zero_grad_buffer()
+        losses = (loss_of(model) * (1 + number) for number in range(4))
+        queue = WeightGradQueue(FLAG)
+        if is_split:
+            queue.serve(model.named_parameters())
+            run_split(queue, losses, lag=lag)
+            queue.release()
+        else:
+            for loss in losses:
+                loss.backward()
+        if ddp is None:
+            found.append(gradients(model))
+        else:
+            ddp.finish_grad_sync()
+            assert not gradients(model)
+            found.append({name: grad.clone() for name, grad in ddp.named_main_grads()})
+    assert found[0] and found[0].keys() == found[1].keys()
+    assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
+
+
+def test_no_gradient_arrives_before_a_split_backward_is_completed() -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    intake = Intake(consumes=False)
+    intake.hooks.watch(model.parameters())
+    queue = WeightGradQueue(FLAG)
+    queue.serve(model.named_parameters())
+    with queue.splitting() as split:
+        model(torch.ones(2, 3)).square().sum().backward()
+    assert not intake.seen and all(param.grad is None for param in model.parameters())
+    split.complete()
+    assert len(intake.seen) == 4 and all(param.grad is not None for param in model.parameters())
+    # A hook of other code would see no gradient in the backward, also on a bias.
+    model[1].bias.register_post_accumulate_grad_hook(lambda param: None)
+    with pytest.raises(ValueError, match=rf"1.bias has a post-accumulate-grad hook .* omit {FLAG}"), queue.splitting():
+        pass
+
+
+def test_a_failed_split_backward_leaves_nothing_behind() -> None:
+    weight = nn.Parameter(torch.ones(2, 2))
+    queue = queue_of(nn.ParameterDict({"weight": weight}))
+
+    def fail() -> None:
+        raise ArithmeticError
+
+    with queue.splitting():
+        linear(torch.ones(1, 2), weight).sum().backward()
+    first = Watching.apply(torch.ones(1, 2, requires_grad=True), fail)
+    with pytest.raises(ArithmeticError), queue.splitting():
+        linear(linear(first, weight), weight).sum().backward()
+    queue.release()
+    linear(torch.ones(1, 2), weight).sum().backward()
+    assert weight.grad is not None and (weight.grad == 1).all()
+
+
 # A weight with several uses, some of which are no products.
 
 
@@ -164,21 +254,23 @@ class Intake:
 
 
 @pytest.mark.parametrize("consumes", [False, True])
-@pytest.mark.parametrize("lag", [0, 1, None])
+@pytest.mark.parametrize("lag", [0, 1, None, "split"])
 @pytest.mark.parametrize("uses", USES.values(), ids=USES)
 def test_a_weight_is_ready_after_its_last_product(
-    uses: Callable[[Tensor, Tensor], Tensor], lag: int | None, consumes: bool
+    uses: Callable[[Tensor, Tensor], Tensor], lag: int | str | None, consumes: bool
 ) -> None:
     found = []
     for holds in (False, True):
         generator = torch.Generator().manual_seed(3)
         weight = nn.Parameter(torch.randn(7, 7, generator=generator))
         x = torch.randn(5, 7, generator=generator).requires_grad_()
-        intake, queue = Intake(consumes), Lagging(lag)
+        intake, queue = Intake(consumes), Lagging(lag if isinstance(lag, int) else None)
         intake.hooks.watch([weight])
         if holds:
             queue.serve([("weight", weight)])
-        for _ in range(3):
+        if holds and lag == "split":
+            run_split(queue, (uses(x, weight).sin().sum() for _ in range(3)), lag=1)
+        for _ in range(0 if holds and lag == "split" else 3):
             with queue.holding():
                 uses(x, weight).sin().sum().backward()
         assert queue.num_pending == 0
