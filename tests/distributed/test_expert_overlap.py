@@ -246,7 +246,7 @@ def test_overlap_changes_no_bit_on_more_ranks(name: str) -> None:
     assert sum(map(sum, by_rank)) > 0
 
 
-class _Collectives(TorchDispatchMode):
+class Collectives(TorchDispatchMode):
     """Records this rank's collectives in order, also those of threads that act for the current one.
 
     found: names and tensors, without numbers of rows, which may differ between ranks.
@@ -277,7 +277,7 @@ def _skewed(router: TopKRouter, tokens: Tensor) -> Tensor:
 def _trace(argv: Sequence[str]) -> list[str]:
     """Returns the collectives of two steps with skewed routing. The hook of a weight exists on one rank only."""
     with patch.object(TopKRouter, "gating", _skewed):
-        collectives = _Collectives()
+        collectives = Collectives()
         with started_run(argv) as run, collectives:
             if dist.get_rank() == 0:
                 dict(run.model[0].named_parameters())["module.output_layer.weight"].register_hook(lambda grad: None)

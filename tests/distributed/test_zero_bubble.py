@@ -10,6 +10,7 @@ from unittest.mock import patch
 import pytest
 import torch.distributed as dist
 
+from megatron.core.distributed import grad_intake
 from megatron.core.pipeline_parallel.runner import ScheduleRunner
 from megatron.core.pipeline_parallel.schedule import (
     Action,
@@ -22,12 +23,14 @@ from megatron.core.pipeline_parallel.schedule import (
 )
 from megatron.core.pipeline_parallel.timeline import bubble_share, timeline
 from megatron.core.process_groups_config import group_rank, group_size
+from megatron.core.tensor_parallel import weight_grads
 from megatron.core.tensor_parallel.weight_grads import SplitBackward
 from megatron.training.run import TrainingRun
+from megatron.training.training import run_step
 from tests.counts import long_count, slow
 from tests.distributed.parity import layout
 from tests.distributed.stash_runs import argv_of, train_here
-from tests.distributed.test_expert_overlap import COMMON, DIMENSIONS, EXPERTS
+from tests.distributed.test_expert_overlap import COMMON, DIMENSIONS, EXPERTS, Collectives
 from tests.distributed.tiny_runs import TrainedRun, started_run
 from tests.functional_tests.case import Flags
 from tests.harness import run_on_ranks
@@ -179,6 +182,59 @@ def test_weight_passes_change_no_bit_on_more_ranks(name: str) -> None:
     cases = FURTHER[name]
     for weights in run_on_ranks(_compare_all, 4, cases, timeout=60 + 60 * len(cases)):
         assert all(weights)
+
+
+def _collectives(flags: Flags) -> list[str]:
+    """Returns the collectives and transfers of the second step, sorted."""
+    with started_run(argv_of(flags)) as run:
+        run_step(run)
+        with Collectives() as collectives:
+            run_step(run)
+    return sorted(collectives.found)
+
+
+def _of_schedules(flags: Flags) -> list[list[str]]:
+    return [_collectives(flags), _collectives({**flags, **ZB_H1})]
+
+
+SIX: Flags = {"global-batch-size": 6, "moe-expert-rank-capacity-factor": None}
+
+
+@pytest.mark.parametrize("gradients", ["ddp", *map(slow, ["zero 1", "zero 2"])])
+def test_a_step_launches_the_collectives_of_1f1b(gradients: str) -> None:
+    flags: Flags = {**COMMON, **layout(pp=2, ep=2), **DIMENSIONS["gradients"][gradients], **SIX}
+    for plain, split in run_on_ranks(_of_schedules, 4, flags, timeout=120):
+        assert plain == split and len(plain) > 20
+
+
+def _reduced_early(flags: Flags) -> str:
+    """Runs with a fault, that hooks see gradients in the backward; returns how it is noticed, or "" if it is not."""
+    sound = _train(argv_of(flags, ZB_H1), _Log().look)
+    finish = weight_grads._HeldGrads.finish
+
+    def without_hooks(held: Any, rest: Any, task: int) -> None:
+        hooks, held._param._post_accumulate_grad_hooks = held._param._post_accumulate_grad_hooks, None
+        try:
+            finish(held, rest, task)
+        finally:
+            held._param._post_accumulate_grad_hooks = hooks
+
+    try:
+        with (
+            patch.object(weight_grads._HeldGrads, "finish", without_hooks),
+            patch.object(grad_intake, "is_deferred", lambda param: False),
+        ):
+            _train(argv_of(flags, ZB_H1), _Log().look).assert_same(sound, "reduced early")
+    except (AssertionError, RuntimeError) as error:
+        return str(error) or type(error).__name__
+    return ""
+
+
+@pytest.mark.parametrize("gradients", ["zero 1", *map(slow, ["ddp", "zero 2"])])
+def test_a_reduction_before_the_weight_pass_is_noticed(gradients: str) -> None:
+    flags: Flags = {**COMMON, **layout(pp=2, ep=2), **DIMENSIONS["gradients"][gradients], **SIX}
+    found = run_on_ranks(_reduced_early, 4, flags, timeout=120)
+    assert all(found), found
 
 
 def _executed(flags: Flags) -> list[Order]:
