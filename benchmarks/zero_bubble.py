@@ -11,6 +11,7 @@ processes of their own. Every executed pass is recorded with its start and end. 
 - idle: the share of the stages' time, from the first pass to the last, in which they run no pass.
 - length: of the passes of a step, relative to 1F1B; and as the list of passes implies, if each pass of a stage takes
   its median.
+- above the list: passes by which the step is longer than its list implies.
 - above the bound: passes by which the step is longer than its lower bound with the memory of 1F1B: stage s runs P - s
   forwards before its first backward, which waits for all forwards of its micro-batch and the backwards of later stages,
   and then never waits. A pass is the longest of F, B and W.
@@ -85,6 +86,11 @@ class Idle(NamedTuple):
         """Number of passes by which the step is longer than its bound."""
         return (self.length - self.bound) / max(self.passes.values())
 
+    @property
+    def above_list(self) -> float:
+        """Number of passes by which the step is longer than its list implies."""
+        return (self.length - self.implied) / max(self.passes.values())
+
 
 def main() -> None:
     """Measures all kinds of experts, and prints the tables and the targets."""
@@ -105,7 +111,7 @@ def main() -> None:
         figures[kind][ZB_H1] |= {"cpu": relative["cpu x"], "peak": relative["net x"]}
         for side, some in figures[kind].items():
             print(f"{side}: " + ", ".join(f"{name} {value:.3f}" for name, value in some.items()))
-        targets.append(Target(f"{kind}: passes above the bound", figures[kind][ZB_H1]["above the bound"], 1.0))
+        targets.append(Target(f"{kind}: passes above the list", figures[kind][ZB_H1]["above the list"], 1.0))
         targets.append(Target(f"{kind}: length, relative to 1F1B", figures[kind][ZB_H1]["length"], 0.95))
     print()
     holds = report_targets(targets)
@@ -188,6 +194,7 @@ def _medians(steps: Sequence[Idle], base: Sequence[Idle]) -> dict[str, float]:
     found["length of the list"] = statistics.median(
         step.implied / other.implied for step, other in zip(steps, base, strict=True)
     )
+    found["above the list"] = statistics.median(step.above_list for step in steps)
     found["above the bound"] = statistics.median(step.above_bound for step in steps)
     return found
 
