@@ -245,6 +245,9 @@ _EXPERTS_RANKS = {
         STASH | ALLTOALL | SHARDED | TURNS, ranks=2, modules="attn moe_router moe_preprocess experts"
     ),
     "stash in a pipeline": _experts(STASH | STAGES, ranks=2),
+    "stash in a pipeline, weight gradients as passes": _experts(
+        STASH | STAGES | {"pipeline-schedule": "zb-h1"}, ranks=2, modules=""
+    ),
     "symmetric memory": _experts(FLEX | {"moe-flex-dispatcher-backend": "symm_mem"}, ranks=2, needs_gpu=True),
     "DeepEP": _experts(
         FLEX | {"moe-flex-dispatcher-backend": "deepep"},
