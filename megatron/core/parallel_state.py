@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
+from megatron.core.pipeline_placement import Placement
 from megatron.core.process_groups_config import (
     EXISTING,
     ProcessGroupCollection,
@@ -778,8 +779,7 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 
     vp_stage: index of a model chunk; None means the chunk set by set_virtual_pipeline_model_parallel_rank.
     """
-    chunk = _chunk(vp_stage)
-    return get_pipeline_model_parallel_rank() == 0 and (ignore_virtual or chunk in (None, 0))
+    return _holds_part(0, ignore_virtual=ignore_virtual, vp_stage=vp_stage)
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
@@ -787,10 +787,17 @@ def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = N
 
     vp_stage: index of a model chunk; None means the chunk set by set_virtual_pipeline_model_parallel_rank.
     """
-    chunk = _chunk(vp_stage)
-    is_last_chunk = chunk is None or chunk + 1 == _REGISTRY.virtual_size
-    last = get_pipeline_model_parallel_world_size() - 1
-    return get_pipeline_model_parallel_rank() == last and (ignore_virtual or is_last_chunk)
+    return _holds_part(_placement().num_parts - 1, ignore_virtual=ignore_virtual, vp_stage=vp_stage)
+
+
+def _placement() -> Placement:
+    return Placement(get_pipeline_model_parallel_world_size(), _REGISTRY.virtual_size or 1)
+
+
+def _holds_part(part: int, *, ignore_virtual: bool, vp_stage: int | None) -> bool:
+    place = _placement().place_of(part)
+    is_here = get_pipeline_model_parallel_rank() == place.stage
+    return is_here and (ignore_virtual or _chunk(vp_stage) in (None, place.chunk))
 
 
 def _chunk(vp_stage: int | None) -> int | None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_mtp_block_spec
+from megatron.core.pipeline_placement import configured_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.lora import freeze_all_but_adapters
 from megatron.core.transformer.spec_utils import ModuleSpec, import_module
@@ -117,15 +118,14 @@ def parts_of_gpt(
     settings = run_config.changed(**there, padded_vocab_size=padded_vocab_size, moe_grouped_gemm=False)
     config = settings.transformer
     groups = _groups_of_place(config, tensor=tensor, pipeline=pipeline, expert=expert)
-    last_stage, num_chunks = config.pipeline_model_parallel_size - 1, config.virtual_pipeline_model_parallel_size or 1
-    parts = []
+    placement, parts = configured_placement(config), []
     with torch.device("meta"):
-        for chunk in range(num_chunks):
+        for chunk in range(placement.num_chunks):
             part = build_gpt(
                 settings,
-                pre_process=pipeline == chunk == 0,
-                post_process=pipeline == last_stage and chunk == num_chunks - 1,
-                vp_stage=chunk if num_chunks > 1 else None,
+                pre_process=placement.has_embedding(pipeline, chunk),
+                post_process=placement.has_loss(pipeline, chunk),
+                vp_stage=chunk if placement.num_chunks > 1 else None,
                 pg_collection=groups,
             )
             parts.append(part)

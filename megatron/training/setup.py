@@ -33,6 +33,7 @@ from megatron.core.optimizer_param_scheduler import (
     get_optimizer_param_scheduler,
 )
 from megatron.core.parallel_state import get_process_groups
+from megatron.core.pipeline_placement import configured_placement
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.timers import Timers
 from megatron.core.tokenizers import build_tokenizer, vocab_size_with_padding
@@ -312,12 +313,12 @@ def model_parts(
     model_provider: Callable[..., nn.Module], config: TransformerConfig
 ) -> Iterator[tuple[nn.Module, bool]]:
     """Yields this rank's model chunks, each with whether it contains the output layer."""
-    stage, last = parallel_state.get_pipeline_model_parallel_rank(), config.pipeline_model_parallel_size - 1
-    num_chunks = config.virtual_pipeline_model_parallel_size or 1
-    for chunk in range(num_chunks):
-        ends = {"pre_process": stage == chunk == 0, "post_process": stage == last and chunk == num_chunks - 1}
+    stage, placement = parallel_state.get_pipeline_model_parallel_rank(), configured_placement(config)
+    for chunk in range(placement.num_chunks):
+        has_loss = placement.has_loss(stage, chunk)
+        ends = {"pre_process": placement.has_embedding(stage, chunk), "post_process": has_loss}
         # Model providers of scripts without virtual stages may lack the parameter vp_stage.
-        yield model_provider(**ends, **({"vp_stage": chunk} if num_chunks > 1 else {})), ends["post_process"]
+        yield model_provider(**ends, **({"vp_stage": chunk} if placement.num_chunks > 1 else {})), has_loss
 
 
 def _build_on_device(model_provider: Callable[..., nn.Module], **position: Any) -> nn.Module:

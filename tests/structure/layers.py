@@ -35,7 +35,7 @@ LAYERS = (
     Layer(0, "kernels", r"megatron\.core\.fusions\.(gated_activation|triton_activations)", step=1),
     Layer(0, "kernels", r"megatron\.core\.block_scaled(\..+)?", step=2),
     Layer(0, "kernels", r"megatron\.core\.transformer\.moe\.paged_stash(\..+)?", step=3),
-    Layer(1, "base", r"megatron\.core\.(\w+\.)*enums"),
+    Layer(1, "base", r"megatron\.core\.((\w+\.)*enums|pipeline_placement)"),
     Layer(
         1,
         "base",

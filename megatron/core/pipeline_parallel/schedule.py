@@ -22,6 +22,8 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
+from megatron.core.pipeline_placement import Placement
+
 
 class ActionKind(enum.Enum):
     """The pass that an action runs on its microbatch. WEIGHT: see [Note: weight passes]."""
@@ -93,11 +95,10 @@ class Neighbor(NamedTuple):
     action: Action
 
 
-class Pipeline(NamedTuple):
-    """Model chunks over stages: chunk c of stage s is part c * num_stages + s of the model."""
+class Pipeline(Placement):
+    """Stages with their chunks, and the passes between which tensors are handed over."""
 
-    num_stages: int
-    num_chunks: int = 1
+    __slots__ = ()
 
     def source(self, stage: int, action: Action) -> Neighbor | None:
         """Returns the pass of another part that produces an action's input; None if no other part is involved."""
@@ -111,10 +112,10 @@ class Pipeline(NamedTuple):
 # Called five times per pass while lists are built and checked.
 @lru_cache(maxsize=1 << 14)
 def _neighbor(pipeline: Pipeline, stage: int, *, action: Action, distance: int) -> Neighbor | None:
-    part = action.chunk * pipeline.num_stages + stage + distance
-    if action.kind is ActionKind.WEIGHT or not 0 <= part < pipeline.num_stages * pipeline.num_chunks:
+    part = pipeline.part_of(stage, action.chunk) + distance
+    if action.kind is ActionKind.WEIGHT or not 0 <= part < pipeline.num_parts:
         return None
-    chunk, its_stage = divmod(part, pipeline.num_stages)
+    its_stage, chunk = pipeline.place_of(part)
     return Neighbor(its_stage, Action(action.kind, chunk, action.microbatch))
 
 

@@ -9,6 +9,7 @@ from megatron.core.config_field import require_defaults
 from megatron.core.dist_checkpointing.mapping import BoxesOfTensor, ShardedTensor
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.parallel_state import existing_process_groups
+from megatron.core.pipeline_placement import configured_placement
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, or_alone
 from megatron.core.tensor_parallel.random import numbers_of_each_rank
 from megatron.core.transformer.identity_op import IdentityFuncOp, IdentityOp
@@ -82,7 +83,7 @@ def part_of_model(config: TransformerConfig, vp_stage: int | None, *, pp_rank: i
         )
     if vp_stage is None and (chunks or 1) > 1:
         raise ValueError(f"vp_stage is None: must be set with virtual_pipeline_model_parallel_size {chunks}")
-    return (vp_stage or 0) * stages + stage
+    return configured_placement(config).part_of(stage, vp_stage or 0)
 
 
 class TransformerLayer(GraphableMegatronModule, Drawing):

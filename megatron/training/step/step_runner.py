@@ -26,6 +26,7 @@ from megatron.core.device.torch_internals import tree_map
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.graphs.capture import CaptureFailedError
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_placement import Placement
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.timers import Timers
 from megatron.core.utils import unwrap_model
@@ -345,20 +346,20 @@ class StepRunner:
 
         The first and the last chunk of the pipeline read batches, for tokens and labels.
         """
-        stage, last, num_chunks = group_rank(self.groups.pp), group_size(self.groups.pp) - 1, len(self.model)
+        stage, placement = group_rank(self.groups.pp), Placement(group_size(self.groups.pp), len(self.model))
         # Attention in other chunks uses masks and document boundaries, and routers use padding masks. Reading them is
         # cheaper than receiving them.
         everywhere = self.resets_attention_mask or (self.has_experts and marks_padding(iterator))
         readers = [
             chunk
-            for chunk in range(num_chunks)
-            if everywhere or stage == chunk == 0 or (stage == last and chunk == num_chunks - 1)
+            for chunk in range(placement.num_chunks)
+            if everywhere or placement.has_embedding(stage, chunk) or placement.has_loss(stage, chunk)
         ]
         if iterator is None or len(readers) < 2:
-            return [iterator if chunk in readers else None for chunk in range(num_chunks)]
+            return [iterator if chunk in readers else None for chunk in range(placement.num_chunks)]
         # All copies have read the same batches when the step ends, so `tee` buffers at most the batches of one step.
         copies = dict(zip(readers, (map(with_own_containers, copy) for copy in tee(iterator, len(readers)))))
-        return [copies.get(chunk) for chunk in range(num_chunks)]
+        return [copies.get(chunk) for chunk in range(placement.num_chunks)]
 
 
 @contextmanager
