@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from megatron.core.device import default_device
 from megatron.core.device.torch_internals import storage_id
 from megatron.core.pipeline_parallel.expansion import turn_order
-from megatron.core.pipeline_parallel.schedule import ActionKind, Order, Pair
+from megatron.core.pipeline_parallel.schedule import ActionKind, Order, Pair, held_backwards
 from megatron.core.transformer.activation_offload import BlockView
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.planner.recorders import PassBytes, RunningModules
@@ -102,13 +102,20 @@ class ChunkSaved:
     by_part: bytes on the device by part of the chunk (see part_at) and kind of module, in the order of forward.
     expert_layers: number of layers with experts in each part; other parts have none. on_host: bytes in host memory.
     pace: number of layers with experts that a forward passes while the backward of this chunk passes one, if both take
-    turns. It is 2 if backward may also repeat the forward of such layers, and else 1.
+    turns. It is 2 if backward may also repeat the forward of such layers, and else 1. held: bytes on the device, by
+    kind, that a microbatch holds between its backward and its weight pass.
     """
 
     by_part: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     expert_layers: Mapping[str, int] = field(default_factory=dict)
     on_host: int = 0
     pace: int = 1
+    held: Mapping[str, int] = field(default_factory=dict)
+
+    @cached_property
+    def held_total(self) -> int:
+        """Bytes on the device between a backward and its weight pass."""
+        return sum(self.held.values())
 
     @cached_property
     def by_kind(self) -> Counter[str]:
@@ -151,7 +158,7 @@ class ChunkSaved:
         by_part = {
             part: {name: size for name, size in kinds.items() if name != kind} for part, kinds in self.by_part.items()
         }
-        return replace(self, by_part=by_part)
+        return replace(self, by_part=by_part, held={name: size for name, size in self.held.items() if name != kind})
 
     @property
     def in_host_memory(self) -> "ChunkSaved":
@@ -163,16 +170,22 @@ class Moment(NamedTuple):
     """Microbatches that a stage holds for backward at one time of a step.
 
     whole: number of microbatches of each chunk that are held as a whole. pair: chunks of a backward and of a forward
-    that take turns at that time; None for a pass that runs alone.
+    that take turns at that time; None for a pass that runs alone. held: number of microbatches of each chunk between
+    their backward and their weight pass; empty without weight passes.
     """
 
     whole: tuple[int, ...]
     pair: tuple[int, int] | None = None
+    held: tuple[int, ...] = ()
 
 
 def moments(order: Order, num_chunks: int) -> Iterator[Moment]:
-    """Yields the moments of a step at which a stage holds the most: the end of each forward, and each pair."""
-    alive = [0] * num_chunks
+    """Yields the moments of a step at which a stage holds the most.
+
+    These are the end of each forward and of each backward with a later weight pass, and each pair.
+    """
+    alive, split = [0] * num_chunks, held_backwards(order)
+    held = [0] * num_chunks if split else []
     for step in order:
         if isinstance(step, Pair):
             alive[step.backward.chunk] -= 1
@@ -180,9 +193,14 @@ def moments(order: Order, num_chunks: int) -> Iterator[Moment]:
             alive[step.forward.chunk] += 1
         elif step.kind is ActionKind.FORWARD:
             alive[step.chunk] += 1
-            yield Moment(tuple(alive))
+            yield Moment(tuple(alive), held=tuple(held))
+        elif step.kind is ActionKind.WEIGHT:
+            held[step.chunk] -= 1
         else:
             alive[step.chunk] -= 1
+            if step in split:
+                held[step.chunk] += 1
+                yield Moment(tuple(alive), held=tuple(held))
 
 
 def held_in_pair(backward: ChunkSaved, forward: ChunkSaved) -> Counter[str]:
@@ -266,10 +284,13 @@ def fullest(found: Iterable[Moment], chunks: Sequence[ChunkSaved]) -> Counter[st
             in_pairs[moment.pair] = held_in_pair(chunks[backward], chunks[forward])
         size = sum(count * chunk.total for count, chunk in zip(moment.whole, chunks, strict=True))
         size += in_pairs[moment.pair].total()
+        size += sum(count * chunk.held_total for count, chunk in zip(moment.held, chunks))
         if size > most:
             peak, most = in_pairs[moment.pair].copy(), size
             for count, chunk in zip(moment.whole, chunks, strict=True):
                 peak.update({kind: one * count for kind, one in chunk.by_kind.items()})
+            for count, chunk in zip(moment.held, chunks):
+                peak.update({kind: one * count for kind, one in chunk.held.items()})
     return peak
 
 

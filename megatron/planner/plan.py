@@ -5,7 +5,7 @@ The run's own code builds the rank's model, buffers and optimizer on the meta de
 """
 
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -28,6 +28,7 @@ from megatron.core.pipeline_parallel.schedule import (
     Pair,
     Pipeline,
     Schedule,
+    ScheduleKind,
     configured_schedule,
     stage_orders,
 )
@@ -195,7 +196,8 @@ class RankPlan:
 
     layers: numbers of the rank's layers in the model, starting at 1. sizes: elements of each logical tensor with a
     shard on the rank, as counted by parameters_by_key. groups: ranks of each group named in the messages of `load`.
-    buffers: layouts of the parameter buffers.
+    buffers: layouts of the parameter buffers. activations_by_schedule: bytes of activations on the device under each
+    schedule that the layout could use.
     """
 
     rank: int
@@ -206,6 +208,7 @@ class RankPlan:
     load: StageLoad = field(default_factory=StageLoad)
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
     buffers: tuple[BufferLayout, ...] = ()
+    activations_by_schedule: Mapping[ScheduleKind, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -431,7 +434,13 @@ class _RankBuild:
             load=load,
             groups=ranks_by_name(self._groups, load.traffic),
             buffers=tuple(buffer_layouts(self._model)),
+            activations_by_schedule=self._activations_by_schedule(trace),
         )
+
+    def _activations_by_schedule(self, trace: StageTrace) -> dict[ScheduleKind, int]:
+        pages, kinds = self._pages(), possible_schedules(self._run_config)
+        orders = {kind: self._passes(self._num_microbatches, Schedule(kind)) for kind in kinds}
+        return {kind: trace.activations(order, pages=pages).by_kind.total() for kind, order in orders.items()}
 
     def _layers(self) -> tuple[int, ...]:
         parts = (part for chunk in unwrap_model(self._model) for part in chunk.modules())
@@ -444,7 +453,7 @@ class _RankBuild:
         plain = Schedule(group_size=schedule.group_size)
         order = self._passes(self._num_microbatches, plain if self._optimizer is None else schedule)
         # The traced step has at most two microbatches, and no pairs.
-        traced = self._passes(min(2, self._num_microbatches), plain)
+        traced = self._passes(min(2, self._num_microbatches), schedule._replace(paired=False))
         has_transfers = transformer.pipeline_model_parallel_size > 1
         return RankMemory(
             self._states(),
@@ -489,6 +498,7 @@ class _RankBuild:
             return StageTrace(tuple(ChunkSaved() for _ in self._model), 0, StepTrace())
         saved, experts_of_layer = self._saved(forward_step)
         _publish(self._run_config)
+        has_weight_passes = ScheduleKind.ZB_H1 in possible_schedules(self._run_config)
         step = trace_step(
             self._run_config,
             self._model,
@@ -497,7 +507,10 @@ class _RankBuild:
             groups=self._groups,
             num_microbatches=self._num_microbatches,
             batch=batch_of(self._run_config),
+            has_weight_passes=has_weight_passes,
         )
+        if has_weight_passes:
+            saved = tuple(replace(chunk, held=step.held) for chunk in saved)
         return StageTrace(saved, experts_of_layer, step)
 
     def _saved(self, forward_step: ForwardStep) -> tuple[tuple[ChunkSaved, ...], int]:
@@ -548,6 +561,23 @@ def has_dynamic_rows(run_config: RunConfig) -> bool:
         run_config.transformer.num_moe_experts is not None
         and run_config.transformer.moe_expert_rank_capacity_factor is None
     )
+
+
+def possible_schedules(run_config: RunConfig) -> tuple[ScheduleKind, ...]:
+    """Returns the schedules that the run's layout could use, if several stages with one chunk each train a model."""
+    transformer = run_config.transformer
+    is_divided = transformer.pipeline_model_parallel_size > 1
+    if not is_divided or (transformer.virtual_pipeline_model_parallel_size or 1) > 1 or run_config.training.skip_train:
+        return ()
+
+    def is_possible(kind: ScheduleKind) -> bool:
+        try:
+            run_config.changed(pipeline_schedule=kind.value)
+        except ValueError:
+            return False
+        return True
+
+    return tuple(kind for kind in ScheduleKind if is_possible(kind))
 
 
 def with_planned_device(run_config: RunConfig) -> RunConfig:

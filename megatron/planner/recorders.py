@@ -4,6 +4,7 @@ The recorders observe the run's own code on meta tensors. work.py estimates the 
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -42,6 +43,9 @@ from megatron.planner.work import (
 
 RECOMPUTE = "recompute"
 _FORWARD, _BACKWARD, _UPDATE = "ScheduleRunner._forward", "ScheduleRunner._backward", "MegatronOptimizer.step"
+_WEIGHT = "ScheduleRunner._weight"
+# Kind of the gradients that a microbatch holds until its weight pass.
+HELD_GRADIENTS = "gradients for weight passes"
 _HAND_OVER = "PassTurns.hand_over"
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float8_e4m3fn: "fp8", torch.float8_e5m2: "fp8"}
 _COUNTED = {"aten", "activation", "block_scaled", "paged_stash", "rope", "router", "static_rows"}
@@ -470,6 +474,60 @@ class LiveBytes(TorchDispatchMode):
     def _storages(self, tree: Any) -> list[torch.UntypedStorage]:
         tensors = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
         return [tensor.untyped_storage() for tensor in tensors if tensor.device.type == self._device_type]
+
+
+class HeldBytes(LiveBytes):
+    """Records the bytes that a microbatch holds between its backward and its weight pass.
+
+    The step must have one microbatch and one chunk. by_kind: bytes of tensors that the forward saved, by the kind of
+    the module that saved them, and of gradients as HELD_GRADIENTS.
+    """
+
+    def __init__(self, device_type: str = "meta") -> None:
+        super().__init__(device_type)
+        self.by_kind: Counter[str] = Counter()
+        self._kinds: dict[int, str] = {}
+        # The storages that are live when a weight pass begins, until it ends.
+        self._held: set[int] = set()
+        self._names: list[str] = []
+
+    def note_saved(self, tensor: Tensor, kind: str) -> None:
+        """Records the kind of the module that saves a tensor, any shape and dtype, for backward."""
+        self._kinds[storage_id(tensor.untyped_storage())] = kind
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Follows weight passes by their trace name, and counts as LiveBytes does."""
+        if func.namespace == "profiler":
+            if "enter" in func._schema.name:
+                self._names.append(str(args[0]))
+                if self._names[-1] == _WEIGHT:
+                    self._held = {*self._alive}
+            elif self._names and self._names.pop() == _WEIGHT:
+                self._held = set()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _forget(self, key: int) -> None:
+        kind = self._kinds.pop(key, HELD_GRADIENTS)
+        if key in self._held:
+            self._held.remove(key)
+            self.by_kind[kind] += self._alive[key]
+        super()._forget(key)
+
+
+class SplitRecorder(WorkRecorder):
+    """Counts the kernels of a step whose backwards leave weight gradients to weight passes, which are not counted.
+
+    held: receives the kinds of saved tensors.
+    """
+
+    def __init__(self, model: Sequence[nn.Module], *, live_rows: float = 1.0, held: HeldBytes) -> None:
+        super().__init__(model, live_rows=live_rows)
+        self._held = held
+
+    def _pack(self, tensor: Tensor) -> tuple[str, Tensor]:
+        kind, kept = super()._pack(tensor)
+        self._held.note_saved(kept, kind)
+        return kind, kept
 
 
 class TurnBytes(NamedTuple):

@@ -13,7 +13,10 @@ from megatron.core.pipeline_parallel.schedule import (
     Orders,
     Pair,
     Pipeline,
+    Schedule,
+    ScheduleKind,
     configured_schedule,
+    held_backwards,
     passes,
     stage_orders,
 )
@@ -99,8 +102,8 @@ class StageTime:
     """Time of one rank of a stage in a step, in seconds.
 
     forward, recompute, backward, exposed, optimizer and bubble sum to the time of the step. exposed: communication that
-    is not overlapped, by phase. bubble: waits for other stages. hidden: overlapped communication, not part of the sum.
-    by_kind: seconds of all passes, by kind of module.
+    is not overlapped, by phase. backward: includes weight passes. bubble: waits for other stages. hidden: overlapped
+    communication, not part of the sum. by_kind: seconds of all passes, by kind of module.
     """
 
     forward: float
@@ -153,14 +156,48 @@ def run_time(plan: Plan, run_config: RunConfig, *, device: Device) -> StepTime |
 
     Raises ValueError for a matmul dtype that the device does not support.
     """
-    stages = [stage.load for stage in plan.stages]
-    if not all(load.chunks for load in stages):
+    if not all(stage.load.chunks for stage in plan.stages):
         return None
-    orders = stage_orders(
-        Pipeline(len(stages), len(stages[0].chunks)),
-        plan.num_microbatches,
-        configured_schedule(run_config.transformer),
-    )
+    return _time_with(plan, run_config, device=device, schedule=configured_schedule(run_config.transformer))
+
+
+@dataclass(frozen=True)
+class ScheduleTime:
+    """Estimated step with one of the schedules of a layout.
+
+    bubble: share of the step, as a mean over stages. activation_bytes: activations of each stage at the peak of the
+    schedule, on the device and outside of a stash's pages.
+    """
+
+    kind: ScheduleKind
+    seconds: float
+    bubble: float
+    activation_bytes: tuple[int, ...]
+
+
+def schedule_times(plan: Plan, run_config: RunConfig, *, device: Device) -> list[ScheduleTime]:
+    """Compares the schedules that the run's layout could use, by their timelines. Empty if it has no choice.
+
+    Raises ValueError for a matmul dtype that the device does not support.
+    """
+    kinds = [kind for kind in ScheduleKind if all(kind in one.activations_by_schedule for one in plan.stages)]
+    if len(kinds) < 2:
+        return []
+    times = [_time_with(plan, run_config, device=device, schedule=Schedule(kind)) for kind in kinds]
+    return [
+        ScheduleTime(
+            kind,
+            time.seconds,
+            time.split()["bubble"] / time.seconds,
+            tuple(one.activations_by_schedule[kind] for one in plan.stages),
+        )
+        for kind, time in zip(kinds, times, strict=True)
+    ]
+
+
+def _time_with(plan: Plan, run_config: RunConfig, *, device: Device, schedule: Schedule) -> StepTime:
+    stages = [stage.load for stage in plan.stages]
+    orders = stage_orders(Pipeline(len(stages), len(stages[0].chunks)), plan.num_microbatches, schedule)
     samples = plan.num_microbatches * run_config.training.micro_batch_size * run_config.launch.data_parallel_size
     return estimate_step(
         stages,
@@ -309,13 +346,15 @@ class StageClock:
 
     def __init__(self, load: StageLoad, order: Order, *, rates: Rates, overlap: Overlap) -> None:
         self._load, self._order, self._rates, self._overlap = load, order, rates, overlap
-        self._passes = passes(order)
+        self._passes, self._split = passes(order), held_backwards(order)
         self._reduction, self._reductions = self._phase(GRADS)
         self._gather, self._gathers = self._phase(PARAMS)
         sends = [one for one in load.traffic if _is_transfer(one) and one.count]
         self.transfer = max((rates.of_messages([one]) / one.count for one in sends), default=0.0)
         self._messages = {kind: self._messages_of(kind) for kind in ActionKind}
         self._alone = {kind: [self._pass_of(kind, chunk) for chunk in load.chunks] for kind in ActionKind}
+        # Backwards whose weight gradients are a pass of their own.
+        self._alone_split = [self._pass_of(ActionKind.BACKWARD, chunk, is_split=True) for chunk in load.chunks]
         if overlap.holds_expert_grads:
             self._alone[ActionKind.BACKWARD] = [
                 one.waiting_for_rows(min(one.rows_exposed, *waits(self._backward_parts(number))))
@@ -336,7 +375,7 @@ class StageClock:
         """Returns the times of the passes of a step, in their order."""
         if isinstance(step, Pair):
             return self._in_turns[step.backward.chunk, step.forward.chunk]
-        return (self._alone[step.kind][step.chunk],)
+        return (self._alone_split[step.chunk] if step in self._split else self._alone[step.kind][step.chunk],)
 
     def gather_delays(self, spans: Mapping[Action, Interval]) -> dict[Action, float]:
         """Returns the delay of each chunk's first pass by parameter gathers, in seconds."""
@@ -364,7 +403,8 @@ class StageClock:
         if not self._overlap.gradients:
             return end + self._reduction
         buckets, each = self._buckets(self._reduction, self._reductions)
-        lasts = {action.chunk: span for action, span in spans.items() if action.kind is ActionKind.BACKWARD}
+        # The chunk's last backward, or its weight pass.
+        lasts = {action.chunk: span for action, span in spans.items() if action.kind is not ActionKind.FORWARD}
         clock = 0.0
         for span in sorted(lasts.values()):
             for number in range(1, buckets + 1):
@@ -376,8 +416,7 @@ class StageClock:
 
         waited: seconds that all stages wait for transfers and the last reduction. gather: delay of the first passes.
         """
-        sums = {kind: self._sum(kind) for kind in ActionKind}
-        forward, backward = sums[ActionKind.FORWARD], sums[ActionKind.BACKWARD]
+        forward, backward = self._sum(ActionKind.FORWARD), self._sum(ActionKind.BACKWARD, ActionKind.WEIGHT)
         exposed = {
             FORWARD: forward.exposed,
             BACKWARD: backward.exposed,
@@ -417,7 +456,8 @@ class StageClock:
 
     def _messages_of(self, kind: ActionKind) -> dict[tuple[str, bool], float]:
         """Returns the time of a pass's messages, by group and by whether they exchange rows of experts."""
-        phase, found = _PHASES[kind], dict[tuple[str, bool], float]()
+        # Weight passes send no messages of their own.
+        phase, found = _PHASES.get(kind), dict[tuple[str, bool], float]()
         for one in self._load.traffic:
             if one.phase == phase and not _is_transfer(one):
                 key = one.group, one.operation == "all-to-all" and one.group not in self._overlap.head_groups
@@ -427,11 +467,19 @@ class StageClock:
     def _number_of(self, kind: ActionKind) -> int:
         return max(1, sum(action.kind is kind for action in self._passes))
 
-    def _pass_of(self, kind: ActionKind, chunk: ChunkWork) -> _Pass:
-        """Returns the time of a pass that runs alone."""
-        is_forward, messages = kind is ActionKind.FORWARD, self._messages[kind]
-        again = Kernels() if is_forward else chunk.recompute
-        by_kind = seconds_by_kind((chunk.forward if is_forward else chunk.backward) + again, self._rates.device)
+    def _pass_of(self, kind: ActionKind, chunk: ChunkWork, *, is_split: bool = False) -> _Pass:
+        """Returns the time of a pass that runs alone. is_split: whether it leaves weight gradients to a later pass."""
+        messages = self._messages[kind]
+        again = chunk.recompute if kind is ActionKind.BACKWARD else Kernels()
+        kernels = Kernels(
+            {
+                ActionKind.FORWARD: chunk.forward,
+                ActionKind.BACKWARD: chunk.split_backward if is_split else chunk.backward,
+                ActionKind.WEIGHT: chunk.weights,
+            }[kind]
+        )
+        kernels.update(again)
+        by_kind = seconds_by_kind(kernels, self._rates.device)
         compute, hidden, rows_hidden = sum(by_kind.values()), 0.0, 0.0
         for (group, exchanges_rows), seconds in messages.items():
             covered = min(seconds, sum(by_kind.get(one, 0.0) for one in self._overlap.overlapped_by.get(group, ())))
@@ -530,16 +578,16 @@ class StageClock:
         """Returns the time of parameter gathers and gradient reductions that occur in every pass of a kind."""
         phases = self._overlap.in_every_pass
         gathers = self._gather / len(self._passes) if PARAMS in phases else 0.0
-        is_reduced = GRADS in phases and kind is ActionKind.BACKWARD
+        is_reduced = GRADS in phases and kind is (ActionKind.WEIGHT if self._split else ActionKind.BACKWARD)
         sums = self._reduction / self._number_of(kind) if is_reduced else 0.0
         return gathers + sums
 
-    def _sum(self, kind: ActionKind) -> _Pass:
+    def _sum(self, *kinds: ActionKind) -> _Pass:
         times = [
             time
             for step in self._order
             for action, time in zip(step.passes, self._times(step), strict=True)
-            if action.kind is kind
+            if action.kind in kinds
         ]
         by_kind: dict[str, float] = {}
         for one in times:

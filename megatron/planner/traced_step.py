@@ -29,6 +29,7 @@ from megatron.core.pipeline_parallel.schedule import (
     ActionKind,
     Pipeline,
     Schedule,
+    ScheduleKind,
     configured_schedule,
     passes,
     stage_orders,
@@ -44,7 +45,15 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config, unwrap_model
 from megatron.planner.activations import AsFusedKernels
-from megatron.planner.recorders import LiveBytes, MessageRecorder, PassBytes, TurnRecorder, WorkRecorder
+from megatron.planner.recorders import (
+    HeldBytes,
+    LiveBytes,
+    MessageRecorder,
+    PassBytes,
+    SplitRecorder,
+    TurnRecorder,
+    WorkRecorder,
+)
 from megatron.planner.work import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, StageLoad, Traffic, merged
 from megatron.training.config import RunConfig
 from megatron.training.setup import setup_steps
@@ -73,7 +82,8 @@ class StepTrace:
     the peak of the passes, in addition to persistent memory and including saved tensors, in a step of two microbatches,
     or of one if the run has only one. update_peak: bytes allocated at the peak of the update. messages_peak: largest
     number of bytes that collectives hold at one time. turns: passes turn by turn; None if the run has no pairs. The
-    traced steps have no pairs.
+    traced steps have no pairs. held: bytes by kind that a microbatch holds between its backward and its weight pass, if
+    weight passes are traced.
     """
 
     load: StageLoad = field(default_factory=StageLoad)
@@ -82,6 +92,7 @@ class StepTrace:
     update_peak: int = 0
     messages_peak: int = 0
     turns: TurnTrace | None = None
+    held: Mapping[str, int] = field(default_factory=dict)
 
 
 class _NamedStatistics(StatisticsExchange):
@@ -135,17 +146,20 @@ class TracedSteps:
         live: LiveBytes | None = None,
         holds_grads: bool = False,
         in_turns: bool = False,
+        schedule: ScheduleKind | None = None,
     ) -> None:
         """Runs a step of num_microbatches equal microbatches under dispatch modes, of which the last is the innermost.
 
         batch: tensors [B, S], int64 or fp32, as in trace_step. live: a memory counter, entered as the innermost mode,
         which counts the update as a separate part. holds_grads: whether weight gradients are computed during exchanges,
         if the run does so; otherwise immediately, within the backward of their module. in_turns: whether passes hand
-        over, if the run has pairs. A step of one microbatch has no pairs.
+        over, if the run has pairs. A step of one microbatch has no pairs. schedule: replaces the run's.
         """
         assert num_microbatches == 1 or not in_turns, "a pair runs on two threads, which recorders do not follow"
         with ExitStack() as entered:
             entered.enter_context(_expert_overlap(self.config, holds_grads=holds_grads, in_turns=in_turns))
+            if schedule is not None:
+                entered.enter_context(_changed(self.config, pipeline_schedule=schedule.value))
             for mode in (*modes, *([] if live is None else [live])):
                 entered.enter_context(mode)
             self.optimizer.zero_grad()
@@ -168,16 +182,23 @@ def _expert_overlap(config: TransformerConfig, *, holds_grads: bool, in_turns: b
         "delay_wgrad_compute",
         "overlap_dispatch_backward_with_experts_wgrad",
     )
-    given = {name: getattr(config, name) for name in (pairs, delays, delays_experts)}
+    given = {name: getattr(config, name) for name in (pairs, delays)}
     # Stages with pairs and dropless layers hold weight gradients in passes that run alone, too.
     is_held = given[delays] or (given[pairs] and config.exchanges_dropless_rows)
-    vars(config).update(
-        {
-            pairs: given[pairs] and in_turns,
-            delays: is_held and holds_grads,
-            delays_experts: given[delays_experts] and holds_grads,
-        }
-    )
+    changed = {
+        pairs: given[pairs] and in_turns,
+        delays: is_held and holds_grads,
+        delays_experts: getattr(config, delays_experts) and holds_grads,
+    }
+    with _changed(config, **changed):
+        yield
+
+
+@contextmanager
+def _changed(config: TransformerConfig, **values: Any) -> Iterator[None]:
+    """Context in which a model's config has other values."""
+    given = {name: getattr(config, name) for name in values}
+    vars(config).update(values)
     try:
         yield
     finally:
@@ -193,21 +214,27 @@ def trace_step(
     groups: ProcessGroupCollection,
     num_microbatches: int,
     batch: dict[str, Tensor],
+    has_weight_passes: bool = False,
 ) -> StepTrace:
     """Records a rank's step of num_microbatches, as it occurs in a run of equal steps.
 
     model: the rank's wrapped chunks, on the meta device. batch: one microbatch in the format of forward_step, meta
-    tensors [B, S], int64 or fp32.
+    tensors [B, S], int64 or fp32. has_weight_passes: whether weight passes are recorded, too, which the layout must
+    allow.
     """
     recorder, live, turns = MessageRecorder(groups), LiveBytes(), TurnRecorder()
-    work = WorkRecorder(model, live_rows=live_rows(model, run_config))
+    work, held = WorkRecorder(model, live_rows=live_rows(model, run_config)), HeldBytes()
+    split = SplitRecorder(model, live_rows=live_rows(model, run_config), held=held)
     with traced_steps(
         run_config, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
     ) as traced:
         # Discards the first step's messages, because gathers deferred from a previous step are missing.
         with work.recording():
-            traced.step(1, batch=batch, modes=[recorder])
+            traced.step(1, batch=batch, modes=[recorder], schedule=ScheduleKind.ONE_F_ONE_B)
         recorder.take()
+        if has_weight_passes:
+            with split.recording():
+                traced.step(1, batch=batch, modes=[], live=held, schedule=ScheduleKind.ZB_H1)
         is_short = num_microbatches == 1
         traced.step(1, batch=batch, modes=[recorder], live=live if is_short else None, holds_grads=True)
         one = recorder.take()
@@ -225,6 +252,11 @@ def trace_step(
     chunks = tuple(
         replace(chunk, expert_layers=number) for chunk, number in zip(work.chunks(of_one), experts, strict=True)
     )
+    if has_weight_passes:
+        chunks = tuple(
+            replace(chunk, weights=chunk.backward - one.backward)
+            for chunk, one in zip(chunks, split.chunks(of_one), strict=True)
+        )
     return StepTrace(
         StageLoad(chunks, merged(traffic), work.update),
         frozenset(traced.statistics.found),
@@ -232,6 +264,7 @@ def trace_step(
         update_peak=live.peaks[_UPDATE],
         messages_peak=live.messages_peak,
         turns=_turn_trace(turns, of_one, expert_layers=experts) if paired else None,
+        held=held.by_kind,
     )
 
 

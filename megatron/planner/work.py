@@ -84,13 +84,23 @@ Kernels = Counter[Kernel]
 class ChunkWork:
     """Kernels of one microbatch in one model chunk.
 
-    recompute: forward kernels repeated in backward. expert_layers: number of layers with experts.
+    recompute: forward kernels repeated in backward. expert_layers: number of layers with experts. weights: the part of
+    backward that a schedule with weight passes leaves to them; empty if it was not measured.
     """
 
     forward: Kernels
     backward: Kernels
     recompute: Kernels = field(default_factory=Kernels)
     expert_layers: int = 0
+    weights: Kernels = field(default_factory=Kernels)
+
+    @property
+    def split_backward(self) -> Kernels:
+        """Kernels of a backward with a later weight pass, without those that are repeated."""
+        found = Kernels(self.backward)
+        # Counts may be negative, as in PartWork, so that the difference of the times is exact.
+        found.subtract(self.weights)
+        return found
 
 
 @dataclass(frozen=True)
