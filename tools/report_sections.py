@@ -307,7 +307,6 @@ def _occupancy(run: RunLog) -> dict[str, Any] | None:
         timeline = pool["timeline"]
         passes = [int(layer) for layer in timeline["passes"]]
         changes = [[int(number) for number in change] for change in timeline["changes"]]
-        # Logs of earlier versions have no weight gradients of their own.
         weights = [int(place) for place in timeline.get("weights", [])]
         if not passes or any(len(change) != 4 or not 0 <= change[0] < len(passes) for change in changes):
             return None

@@ -339,7 +339,7 @@ def stash_timeline(step: StepFigures) -> dict[str, Any]:
     """Simulates from a step's live rows when the step allocated and released pages, with the pool's rules.
 
     "passes": the number of the layer that ran forward, or its negative for backward and weight gradients, in order.
-    "weights": the indices in passes of weight gradients that are computed later than their backward.
+    "weights", if there are any: the indices in passes of weight gradients that are computed later than their backward.
     "changes": a list of [index in passes, layer, device pages, host pages], in the order of page_moves. Numbers of
     released pages are negative.
     """
@@ -354,11 +354,9 @@ def stash_timeline(step: StepFigures) -> dict[str, Any]:
         else:
             changes.append([move.place, *_pages_of(group, pool, sign=-1)])
             pool.release(group)
-    return {
-        "passes": [layer_of(one.name) * (1 if one.kind is EventKind.FORWARD else -1) for one in step.events],
-        "weights": [place for place, one in enumerate(step.events) if one.kind is EventKind.WEIGHT],
-        "changes": changes,
-    }
+    passes = [layer_of(one.name) * (1 if one.kind is EventKind.FORWARD else -1) for one in step.events]
+    weights = [place for place, one in enumerate(step.events) if one.kind is EventKind.WEIGHT]
+    return {"passes": passes, "changes": changes} | ({"weights": weights} if weights else {})
 
 
 def pages_to_keep_all(step: StepFigures) -> int:
