@@ -20,7 +20,8 @@ from megatron.core.device.torch_internals import storage_id, tree_leaves
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.param_and_grad_buffer import BufferKind, buffer_kind
 from megatron.core.models.gpt import GPTModel
-from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.pipeline_parallel.schedule import ScheduleKind, configured_schedule
+from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
@@ -121,7 +122,8 @@ class PartWork:
     """Kernels and messages of one microbatch in one part of a chunk.
 
     recompute: forward kernels repeated in backward. traffic: messages of the forward and backward phases. once: kernels
-    of the first microbatch alone. Counts may be negative in a difference between two parts.
+    of the first microbatch alone. weights: the part of backward that weight passes run, if the run's schedule has them.
+    Counts may be negative in a difference between two parts.
     """
 
     forward: KernelCounts = field(default_factory=Counter)
@@ -129,10 +131,12 @@ class PartWork:
     recompute: KernelCounts = field(default_factory=Counter)
     traffic: tuple[Traffic, ...] = ()
     once: KernelCounts = field(default_factory=Counter)
+    weights: KernelCounts = field(default_factory=Counter)
 
     def chunk(self) -> ChunkWork:
         """Converts the kernels to a plan's format, which does not separate the bytes of weights."""
-        return ChunkWork(kernels_of(self.forward), kernels_of(self.backward), kernels_of(self.recompute))
+        passes = kernels_of(self.forward), kernels_of(self.backward), kernels_of(self.recompute)
+        return ChunkWork(*passes, weights=kernels_of(self.weights))
 
     def times(self, number: int) -> "PartWork":
         """Returns the work of this part, multiplied by `number`."""
@@ -142,7 +146,7 @@ class PartWork:
 
         traffic = (replace(t, count=t.count * number, num_bytes=t.num_bytes * number) for t in self.traffic)
         passes = counts(self.forward), counts(self.backward), counts(self.recompute)
-        return PartWork(*passes, tuple(traffic), counts(self.once))
+        return PartWork(*passes, tuple(traffic), counts(self.once), counts(self.weights))
 
     def scaled(self, scale: Scale) -> "PartWork":
         """Scales the work to a similar layout. Activations scale with samples, and expert weights with experts."""
@@ -167,7 +171,7 @@ class PartWork:
             for one in self.traffic
         )
         passes = counts(self.forward), counts(self.backward), counts(self.recompute)
-        return PartWork(*passes, tuple(traffic), counts(self.once))
+        return PartWork(*passes, tuple(traffic), counts(self.once), counts(self.weights))
 
 
 @dataclass(frozen=True)
@@ -271,15 +275,16 @@ class ModelCosts:
 
 def total_work(parts: Iterable[PartWork]) -> PartWork:
     """Adds up the work of several parts."""
-    forward, backward, recompute, once = KernelCounts(), KernelCounts(), KernelCounts(), KernelCounts()
+    forward, backward, recompute, once, weights = (KernelCounts() for _ in range(5))
     traffic: list[Traffic] = []
     for part in parts:
         forward.update(part.forward)
         backward.update(part.backward)
         recompute.update(part.recompute)
         once.update(part.once)
+        weights.update(part.weights)
         traffic += part.traffic
-    return PartWork(forward, backward, recompute, merged(traffic), once)
+    return PartWork(forward, backward, recompute, merged(traffic), once, weights)
 
 
 def kernels_of(counts: KernelCounts) -> Kernels:
@@ -530,19 +535,29 @@ def _trace_stage(
 ) -> tuple[dict[str, PartWork], StepWork]:
     """Runs a step of one stage of the short model. Returns the work of each part, and the work once per step."""
     model, optimizer, _ = build_model_and_optimizer(model_provider, run_config)
-    recorder = _PartRecorder(model[0], live_rows=live_rows(model, run_config), spans=_param_spans(model[0]))
+    recorder, split = (
+        _PartRecorder(model[0], live_rows=live_rows(model, run_config), spans=_param_spans(model[0])) for _ in range(2)
+    )
     messages = _PartMessages(groups, recorder)
+    is_split = configured_schedule(run_config.transformer).kind is ScheduleKind.ZB_H1 and group_size(groups.pp) > 1
     with traced_steps(
         run_config, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=recorder.note
     ) as traced:
         with recorder.recording():
-            traced.step(1, batch=batch_of(run_config), modes=[messages])
+            traced.step(1, batch=batch_of(run_config), modes=[messages], schedule=ScheduleKind.ONE_F_ONE_B)
+        if is_split:
+            with split.recording():
+                traced.step(1, batch=batch_of(run_config), modes=[])
     once = [
         one
         for one in messages.take()
         if one.phase not in (FORWARD, BACKWARD) and one.operation not in ("send", "receive")
     ]
-    return recorder.parts(messages.of_passes), StepWork(
+    parts = recorder.parts(messages.of_passes)
+    if is_split:
+        others = split.parts({})
+        parts = {name: replace(part, weights=part.backward - others[name].backward) for name, part in parts.items()}
+    return parts, StepWork(
         recorder.update,
         sum(optimizer.state_bytes.values()),
         tied=tuple(one for one in once if _is_tied(one)),

@@ -141,12 +141,14 @@ class PassSeconds:
     """Time of one microbatch's passes, in seconds.
 
     exposed: time of messages that are not overlapped. in_pairs: the same if a backward and a forward take turns.
+    weights: the part of backward that weight passes run, if the schedule has them.
     """
 
     forward: float
     backward: float
     exposed: float
     in_pairs: float
+    weights: float = 0.0
 
     @property
     def total(self) -> float:
@@ -469,6 +471,7 @@ class LayoutCosts:
                     sum(one.backward * count for one, count in passes),
                     sum(one.exposed * count for one, count in passes),
                     sum(one.in_pairs * count for one, count in passes),
+                    sum(one.weights * count for one, count in passes),
                 )
             )
         sharding, reduced, gathered = layout.sharding or self._given_sharding, 0.0, 0.0
@@ -624,7 +627,8 @@ def seconds_of(work: PartWork, rates: Rates, *, overlap: Overlap, expert_layers:
     of_forward = compute_seconds(chunk.forward, rates.device)
     of_backward = compute_seconds(chunk.backward + chunk.recompute, rates.device)
     computed = of_forward + of_backward
-    return PassSeconds(of_forward, of_backward, forward + backward - computed, pair - computed)
+    of_weights = compute_seconds(chunk.weights, rates.device)
+    return PassSeconds(of_forward, of_backward, forward + backward - computed, pair - computed, of_weights)
 
 
 def quick_seconds(
@@ -643,7 +647,9 @@ def quick_seconds(
     forward.
     """
     slowest = max(stages, key=lambda one: one.total)
-    filling = (sum(one.total for one in stages) - slowest.total) / shape.chunks
+    # Weight passes of other microbatches fill the time of two of them in each stage: (P - 1) (F + B - 2 W) remains.
+    weights = sum(one.weights for one in stages) - slowest.weights
+    filling = max(0.0, sum(one.total for one in stages) - slowest.total - 2 * weights) / shape.chunks
     times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
     late = max(0.0, reduced - times * slowest.backward) + max(0.0, gathered - slowest.forward)
     hidden = 0.0

@@ -48,6 +48,7 @@ _TIMES = {
 _SHADES = {
     "F": ("forward", ("#cfe3f7", "#93c1ea", "#6aa6dc", "#4a86c0")),
     "B": ("backward", ("#d7edd2", "#a3d59a", "#7cc273", "#569f51")),
+    "W": ("weight gradients", ("#f7e6cf", "#eccb9c", "#dfb071", "#c9944d")),
 }
 _BUCKETS, _PADDING = "buckets", "padding of all buckets of a buffer, combined"
 _MOST_BOXES = 4000
@@ -168,9 +169,11 @@ def _schedule(document: Mapping[str, Any]) -> dict[str, Any]:
     unit, size = time_unit(document["step"]["seconds"])
     most = _MOST_BOXES // len(lists)
     chunks = sorted({chunk for passes in lists for _, chunk, *_ in passes})
+    letters = {letter for passes in lists for letter, *_ in passes}
     kinds = {
         (letter, chunk): (name + (f", chunk {chunk}" if len(chunks) > 1 else ""), shades[(chunk + 1) % len(shades)])
         for letter, (name, shades) in _SHADES.items()
+        if letter in letters
         for chunk in chunks
     }
     boxes = []
@@ -188,7 +191,8 @@ def _schedule(document: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "bubble": f"{100 * document['step']['split']['bubble'] / document['step']['seconds']:.1f}%",
         "num_drawn": most,
-        "num_passes": 2 * len(chunks) * document["batch"]["num_microbatches"],
+        "compared": document["schedules"],
+        "num_passes": len(letters) * len(chunks) * document["batch"]["num_microbatches"],
         "figure": time_line(
             boxes,
             [_stage_name(stage) for stage in document["stages"]],

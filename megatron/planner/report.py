@@ -26,10 +26,12 @@ from megatron.planner.step_time import (
     ASSUMPTIONS,
     PAIR_ASSUMPTION,
     STASH_ASSUMPTION,
+    ScheduleTime,
     StageTime,
     StepTime,
     ranks_per_node,
     run_time,
+    schedule_times,
 )
 from megatron.planner.work import link_bytes, message_seconds
 from megatron.training.command_line.errors import CommandLineError
@@ -50,6 +52,8 @@ _MAX_PASSES = 20_000
 _OTHER_LAYOUTS = "other layouts, such as experts over more ranks: tools/plan_layout.py, with the same flags"
 # Seconds below which a value is a rounding error.
 _ROUNDING_SECONDS = 1e-12
+# Share of the step's time below which a schedule is not called faster.
+_SAME_SPEED = 1e-3
 
 
 def print_plan(
@@ -82,14 +86,18 @@ def print_plan(
     )
     plan = planner.plan(run_config)
     step = run_time(plan, run_config, device=device)
+    schedules = schedule_times(plan, run_config, device=device)
     fit = fit_of(plan, device)
     if not fit.fits:
         fit = with_change(fit, plan, run_config, planner)
-    lines = [*plan_lines(plan, run_config), *([] if step is None else time_lines(step, plan)), fit.line]
+    lines = [*plan_lines(plan, run_config), *([] if step is None else time_lines(step, plan))]
+    if schedules:
+        lines.append(f"schedules: {schedule_line(schedules, given=run_config.transformer.pipeline_schedule)}")
+    lines.append(fit.line)
     if not fit.fits:
         lines.append(_OTHER_LAYOUTS)
     if run_config.logging.tensorboard_dir is not None:
-        document = plan_document(plan, run_config, device=device, step=step, fit=fit)
+        document = plan_document(plan, run_config, device=device, step=step, fit=fit, schedules=schedules)
         lines.append(_written_line(document, Path(run_config.logging.tensorboard_dir)))
     print("\n".join(lines))
 
@@ -247,6 +255,23 @@ def time_lines(step: StepTime, plan: Plan) -> list[str]:
     ]
 
 
+def schedule_line(times: Sequence[ScheduleTime], *, given: str) -> str:
+    """Compares the schedules that a layout could use, and names the flag of a faster one. given: the run's schedule."""
+    compared = ", ".join(f"{one.kind.value} {_seconds(one.seconds)} (bubble {100 * one.bubble:.1f}%)" for one in times)
+    own, best = next(one for one in times if one.kind.value == given), min(times, key=lambda one: one.seconds)
+    if best.seconds > own.seconds * (1 - _SAME_SPEED):
+        return f"{compared}; none is faster than {given}"
+    more = max(new - old for new, old in zip(best.activation_bytes, own.activation_bytes, strict=True))
+    unit, size = next(((unit, size) for unit, size in _UNITS if abs(more) >= size), ("bytes", 1))
+    memory = (
+        f"a stage has up to {more / size:.2f} {unit} more activations" if more > 0 else "no stage needs more memory"
+    )
+    return (
+        f"{compared}; with --pipeline-schedule {best.kind.value} the step takes "
+        f"{100 * (1 - best.seconds / own.seconds):.1f}% less time, and {memory}"
+    )
+
+
 def _seconds(seconds: float) -> str:
     if seconds < _ROUNDING_SECONDS:
         return "0 ms"
@@ -254,9 +279,18 @@ def _seconds(seconds: float) -> str:
 
 
 def plan_document(
-    plan: Plan, run_config: RunConfig, *, device: Device, step: StepTime | None, fit: Fit
+    plan: Plan,
+    run_config: RunConfig,
+    *,
+    device: Device,
+    step: StepTime | None,
+    fit: Fit,
+    schedules: Sequence[ScheduleTime] = (),
 ) -> dict[str, Any]:
-    """Returns the content of plan.json, with sizes in bytes and times in seconds. step: None if nothing is trained."""
+    """Returns the content of plan.json, with sizes in bytes and times in seconds.
+
+    step: None if nothing is trained. schedules: the schedules that the layout could use, if it has a choice.
+    """
     in_node = ranks_per_node(plan, device)
     times = [None] * len(plan.stages) if step is None else step.stages
     return {
@@ -275,6 +309,7 @@ def plan_document(
         ],
         "step": None if step is None else _step(step),
         "schedule": [] if step is None else _schedule(step),
+        "schedules": _schedules(schedules, given=run_config.transformer.pipeline_schedule),
         "notes": notes(plan, device),
         "assumptions": list(assumptions(plan)),
     }
@@ -338,12 +373,19 @@ def _step(step: StepTime) -> dict[str, Any]:
 
 
 def _schedule(step: StepTime) -> list[list[list[Any]]]:
-    """Returns the passes of each stage as [F or B, chunk, micro-batch, start, end], with times in seconds."""
+    """Returns the passes of each stage as [F, B or W, chunk, micro-batch, start, end], with times in seconds."""
     most = _MAX_PASSES // len(step.spans)
     return [
         [[a.kind.value, a.chunk, a.microbatch, span.start, span.end] for a, span in list(stage.items())[:most]]
         for stage in step.spans
     ]
+
+
+def _schedules(times: Sequence[ScheduleTime], *, given: str) -> dict[str, Any] | None:
+    if not times:
+        return None
+    compared = [{**asdict(one), "kind": one.kind.value} for one in times]
+    return {"compared": compared, "line": schedule_line(times, given=given)}
 
 
 def write_plan(document: Mapping[str, Any], folder: Path) -> list[Path]:

@@ -299,7 +299,9 @@ def saved_by_chunk(costs: ModelCosts, shape: Shape, *, stage: int) -> list[Chunk
         by_part[END] = _saved_by(end)
         experts = {f"layer {index}": int(kind.has_experts) for index, kind in enumerate(kinds)}
         experts[END] = costs.mtp_expert_layers if is_last else 0
-        found.append(ChunkSaved(by_part, experts, pace=pace))
+        saved = ChunkSaved(by_part, experts, pace=pace)
+        # Without a traced backward, a microbatch is assumed to hold all that it saved until its weight pass.
+        found.append(replace(saved, held=saved.by_kind))
     return found
 
 
@@ -336,7 +338,7 @@ def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, pages: Pool
 def fullest_moments(pipeline: Pipeline, stage: int, *, num_microbatches: int, schedule: Schedule) -> tuple[Moment, ...]:
     """Returns the moments of a step at which a stage may reach its memory peak.
 
-    They are Pareto-maximal in the microbatches that each chunk holds, among moments with the same pair of chunks. A
+    They are Pareto-maximal in the microbatches that each chunk saves or holds, among moments with the same pair. A
     long step is replaced by a shorter one with the same peak (see short_step).
     """
     order = _orders(pipeline, num_microbatches, schedule)[stage]
@@ -345,7 +347,8 @@ def fullest_moments(pipeline: Pipeline, stage: int, *, num_microbatches: int, sc
 
 
 def _exceeds(one: Moment, other: Moment) -> bool:
-    return one != other and one.pair == other.pair and all(map(int.__ge__, one.whole, other.whole))
+    held = all(map(int.__ge__, one.held, other.held))
+    return one != other and one.pair == other.pair and held and all(map(int.__ge__, one.whole, other.whole))
 
 
 @lru_cache(maxsize=256)
