@@ -100,6 +100,10 @@ ON_TWO: dict[str, tuple[str, Flags]] = {
 # Two kinds of parallelism together.
 ON_FOUR: dict[str, tuple[str, Flags]] = {
     "peak of stages": ("dense", {**LIKE_GPUS, "pipeline-model-parallel-size": 2}),
+    "peak of weight passes": (
+        "dense",
+        {**LIKE_GPUS, "pipeline-model-parallel-size": 2, "pipeline-schedule": "zb-h1"},
+    ),
     "peak of sequences": ("llama", {**LIKE_GPUS, **TENSORS, "context-parallel-size": 2, "global-batch-size": 4}),
     "peak of pairs of stages": (
         "moe",
