@@ -40,7 +40,7 @@ from megatron.planner.plan import (
     with_known_rows,
     with_planned_device,
 )
-from megatron.planner.recorders import GROUPED, ONCE, RECOMPUTE, ROWS_OF_TABLES, MessageRecorder, WorkRecorder
+from megatron.planner.recorders import GROUPED, ONCE, RECOMPUTE, ROWS_OF_TABLES, MessageRecorder, WorkRecorder, noted_by
 from megatron.planner.traced_step import live_rows, traced_steps
 from megatron.planner.work import (
     BACKWARD,
@@ -541,7 +541,7 @@ def _trace_stage(
     messages = _PartMessages(groups, recorder)
     is_split = configured_schedule(run_config.transformer).kind is ScheduleKind.ZB_H1 and group_size(groups.pp) > 1
     with traced_steps(
-        run_config, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=recorder.note
+        run_config, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=noted_by(recorder, split)
     ) as traced:
         with recorder.recording():
             traced.step(1, batch=batch_of(run_config), modes=[messages], schedule=ScheduleKind.ONE_F_ONE_B)

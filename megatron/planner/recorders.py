@@ -318,6 +318,16 @@ class _OpenRanges:
     is_slice_begun: bool = False
 
 
+def noted_by(*recorders: WorkRecorder) -> Callable[..., None]:
+    """Returns a function like WorkRecorder.note, which counts a kernel in the recorder that is active."""
+
+    def note(unit: Unit, tensor: Tensor, *, flops: float, num_bytes: float) -> None:
+        for one in recorders:
+            one.note(unit, tensor, flops=flops, num_bytes=num_bytes)
+
+    return note
+
+
 class MessageRecorder(TorchDispatchMode):
     """Records the messages that are sent while the mode is active. Must be the innermost mode.
 

@@ -53,6 +53,7 @@ from megatron.planner.recorders import (
     SplitRecorder,
     TurnRecorder,
     WorkRecorder,
+    noted_by,
 )
 from megatron.planner.work import BACKWARD, FORWARD, OTHER, PIPELINE, STATISTICS, StageLoad, Traffic, merged
 from megatron.training.config import RunConfig
@@ -226,7 +227,7 @@ def trace_step(
     work, held = WorkRecorder(model, live_rows=live_rows(model, run_config)), HeldBytes()
     split = SplitRecorder(model, live_rows=live_rows(model, run_config), held=held)
     with traced_steps(
-        run_config, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=work.note
+        run_config, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=noted_by(work, split)
     ) as traced:
         # Discards the first step's messages, because gathers deferred from a previous step are missing.
         with work.recording():

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 import pytest
 
 from megatron.core.pipeline_parallel.expansion import turn_order
-from megatron.core.pipeline_parallel.schedule import ActionKind, Order, Pipeline, Schedule, stage_orders
+from megatron.core.pipeline_parallel.schedule import (
+    ActionKind,
+    Order,
+    Pipeline,
+    Schedule,
+    ScheduleKind,
+    passes,
+    stage_orders,
+)
 from megatron.planner.activations import ChunkSaved, peak_bytes, turns_of_pair
 from megatron.planner.recorders import PassBytes, TurnBytes
 from megatron.planner.work import EXPERTS
@@ -74,6 +82,20 @@ def test_pairs_hold_the_microbatches_of_the_longer_warm_up_and_one_layer_more() 
     # A step without enough microbatches for pairs.
     order = stage_orders(Pipeline(5), 4, Schedule(paired=True))[0]
     assert peak_bytes(order, [chunk]).total() == 4 * microbatch
+
+
+def test_microbatches_hold_operands_between_backward_and_weight_pass() -> None:
+    for stages, num_microbatches in ((4, 9), (4, 2), (2, 5)):
+        for held in (1, 7, 30):
+            chunk = ChunkSaved({"layer 0": {"attention": 7}}, held={"attention": 1, "gradients": held - 1})
+            for order in stage_orders(Pipeline(stages), num_microbatches, Schedule(ScheduleKind.ZB_H1)):
+                alive = peak = 0
+                for action in passes(order):
+                    alive += {ActionKind.FORWARD: 7, ActionKind.BACKWARD: held - 7, ActionKind.WEIGHT: -held}[
+                        action.kind
+                    ]
+                    peak = max(peak, alive)
+                assert alive == 0 and peak_bytes(order, [chunk]).total() == peak
 
 
 def test_a_chunk_without_experts_runs_alone_in_a_pair() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import pretrain_gpt
-from megatron.core.pipeline_parallel.schedule import Pipeline, stage_orders
+from megatron.core.pipeline_parallel.schedule import Pipeline, ScheduleKind, stage_orders
 from megatron.core.transformer.moe.paged_stash.sizing import PoolBytes
 from megatron.planner.activations import SavedSizes
 from megatron.planner.fit import fit_of
@@ -24,8 +24,8 @@ from megatron.planner.plan import (
     TemporaryBytes,
     pipeline_number_of,
 )
-from megatron.planner.report import links_lines, plan_document, print_plan, time_lines, write_plan
-from megatron.planner.step_time import PAIR_ASSUMPTION, STASH_ASSUMPTION, run_time
+from megatron.planner.report import links_lines, plan_document, print_plan, schedule_line, time_lines, write_plan
+from megatron.planner.step_time import PAIR_ASSUMPTION, STASH_ASSUMPTION, run_time, schedule_times
 from megatron.planner.work import ChunkWork, Kernel, Kernels, StageLoad, Traffic, Unit
 from megatron.training.arguments import read_run_config
 from megatron.training.command_line.errors import CommandLineError
@@ -220,6 +220,37 @@ def test_passes_of_a_pair_are_drawn_in_one_interval() -> None:
         passes[4][3:] = passes[5][3:] = [passes[4][3], passes[5][4]]
     drawn = page(document)
     assert "with the pass that takes turns" not in alone and drawn.count("with the pass that takes turns") == 8
+
+
+def test_a_plan_names_a_faster_schedule_and_draws_its_weight_passes() -> None:
+    device = planned_device({})
+    stages = [
+        replace(
+            stage,
+            load=replace(stage.load, chunks=(ChunkWork(_work(0.01), _work(0.02), weights=_work(0.01)),)),
+            activations_by_schedule={ScheduleKind.ONE_F_ONE_B: 2 * GIB, ScheduleKind.ZB_H1: (2 + stage.stage) * GIB},
+        )
+        for stage in _plan(4).stages
+    ]
+    plan = replace(_plan(4), stages=stages)
+    times = schedule_times(plan, _run_config(4), device=device)
+    assert [one.kind for one in times] == [*ScheduleKind] and times[1].seconds < times[0].seconds
+    line = schedule_line(times, given="1f1b")
+    assert re.fullmatch(
+        r"1f1b \S+ m?s \(bubble \S+%\), zb-h1 \S+ m?s \(bubble \S+%\); with --pipeline-schedule zb-h1 the step takes "
+        r"\S+% less time, and a stage has up to 3.00 GiB more activations",
+        line,
+    ), line
+    assert schedule_line(times, given="zb-h1").endswith("; none is faster than zb-h1")
+    # A layout without a choice.
+    assert schedule_times(_plan(4), _run_config(4), device=device) == []
+    run_config = _run_config(4).changed(pipeline_schedule="zb-h1")
+    step = run_time(plan, run_config, device=device)
+    assert step is not None and step.seconds == times[1].seconds
+    document = plan_document(plan, run_config, device=device, step=step, fit=fit_of(plan, device), schedules=times)
+    text = page(document)
+    assert "weight gradients of micro-batch 7 in chunk 0" in text and schedule_line(times, given="zb-h1") in text
+    assert "weight gradients of micro-batch" not in page(_document())
 
 
 def test_lines_split_a_step_by_cause() -> None:

@@ -11,9 +11,10 @@ from torch import nn
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_parallel.schedule import ScheduleKind
 from megatron.planner.plan import buffer_layouts
 from megatron.planner.recorders import LiveBytes, PassBytes, TurnBytes, TurnRecorder
-from megatron.planner.work import Traffic, link_bytes, merged
+from megatron.planner.work import Traffic, Unit, link_bytes, merged
 from tests.functional_tests.case import Flags
 from tests.unit_tests.planner.plans import planned
 
@@ -91,6 +92,24 @@ def test_turns_of_passes_exclude_what_is_live_before_a_forward_or_after_a_backwa
     ]
     assert recorder.rest == persistent.nbytes == 100
     assert recorder.messages == [PassBytes(0, (TurnBytes(0, 0),) * 2)] * 2
+
+
+@pytest.mark.slow
+def test_weight_passes_have_the_products_of_weight_gradients_and_no_attention() -> None:
+    flags: Flags = {"pipeline-model-parallel-size": 2, "global-batch-size": 8}
+    for more in ({}, {"pipeline-schedule": "zb-h1"}):
+        plan, _ = planned("dense", {**flags, **more}, ranks=2)
+        for stage in plan.stages:
+            (chunk,) = stage.load.chunks
+            flops = [
+                {unit: sum(count * one.flops for one, count in work.items() if one.unit is unit) for unit in Unit}
+                for work in (chunk.forward, chunk.weights, chunk.split_backward, chunk.backward)
+            ]
+            forward, weights, split, backward = flops
+            # The GEMMs of a forward, of weight gradients and of gradients of inputs have equal FLOPs.
+            assert weights[Unit.MATMUL] == split[Unit.MATMUL] == forward[Unit.MATMUL] > 0
+            assert weights[Unit.ATTENTION] == 0 < split[Unit.ATTENTION] == backward[Unit.ATTENTION]
+            assert stage.activations_by_schedule.keys() == {*ScheduleKind}
 
 
 @pytest.mark.slow

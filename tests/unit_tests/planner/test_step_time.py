@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from megatron.core.block_scaled.format import BlockFormat
-from megatron.core.pipeline_parallel.schedule import Pipeline, Schedule, passes, stage_orders
+from megatron.core.pipeline_parallel.schedule import Pipeline, Schedule, ScheduleKind, passes, stage_orders
 from megatron.planner.pair_time import PassWork, backward_parts, forward_parts, waits
 from megatron.planner.step_time import Overlap, StepTime, estimate_step, overlap_of
 from megatron.planner.work import (
@@ -66,8 +66,9 @@ def _step(
     overlap: Overlap | None = None,
     in_node: dict[str, int] | None = None,
     paired: bool = False,
+    kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B,
 ) -> StepTime:
-    orders = stage_orders(Pipeline(len(stages), len(stages[0].chunks)), microbatches, Schedule(paired=paired))
+    orders = stage_orders(Pipeline(len(stages), len(stages[0].chunks)), microbatches, Schedule(kind, paired=paired))
     return estimate_step(
         stages,
         orders,
@@ -134,6 +135,27 @@ def test_bubbles_follow_the_schedule(stages: int, chunks: int, microbatches: int
     assert [one.bubble / step.seconds for one in step.stages] == pytest.approx([share] * stages)
     assert step.seconds == pytest.approx((1 + backward) * (chunks * microbatches + stages - 1))
     assert _adds_up(step)
+
+
+def test_weight_passes_fill_the_bubble_with_the_measured_part_of_a_backward() -> None:
+    def load(weights: float) -> StageLoad:
+        # One message for each of 8 backwards, of an eighth of a second, and one reduction of half a second.
+        traffic = (
+            Traffic("tp", 2, "all-gather", "backward", 8, 2_000_000_000),
+            Traffic("dp_cp", 2, "reduce-scatter", "grad reduce", 1, 1_000_000_000),
+        )
+        return StageLoad((ChunkWork(_seconds(1.0), _seconds(2.0), weights=_seconds(weights)),), traffic)
+
+    for weights, seconds in ((1.0, 27.0 + 11 / 8), (0.25, 31.5 + 11 / 8)):
+        step = _step([load(weights)] * 4, 8, kind=ScheduleKind.ZB_H1)
+        assert step.seconds == pytest.approx(seconds + 0.5) and _adds_up(step)
+        # The sums over all passes are those of 1F1B.
+        plain = _step([load(weights)] * 4, 8)
+        assert step.stages[0].backward == pytest.approx(plain.stages[0].backward) == pytest.approx(16.0)
+        assert step.stages[0].exposed["backward"] == plain.stages[0].exposed["backward"] == 1.0
+    # The reduction of the last stage overlaps with its last weight pass alone, and with its bubble.
+    step = _step([load(1.0)] * 4, 8, kind=ScheduleKind.ZB_H1, overlap=Overlap(gradients=True))
+    assert step.stages[0].exposed["grad reduce"] == pytest.approx(0.5)
 
 
 def test_a_slow_stage_makes_the_others_wait() -> None:
