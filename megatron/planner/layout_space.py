@@ -15,6 +15,7 @@ from typing import Any
 
 from megatron.core.datasets.data_config import DataConfig
 from megatron.core.model_parallel_config import ExpertOverlapConfig
+from megatron.core.pipeline_parallel.schedule import ScheduleKind, configured_schedule
 from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner.layer_costs import LayerKind, layer_kinds
@@ -139,6 +140,7 @@ class Space:
     layer_costs, end_cost: relative costs of each layer and of the model's end, for an even split. recompute_modules:
     arguments of --recompute-modules by choice. further_layers: number of multi-token prediction layers. fixed: maps
     fields of Layout to their only allowed value; None means that the user's flags decide and no flags are added.
+    max_chunks: largest number of model chunks per stage.
     """
 
     world_size: int
@@ -153,6 +155,7 @@ class Space:
     recompute_modules: Mapping[Recompute, tuple[str, ...]]
     further_layers: int = 0
     fixed: Mapping[str, Any] = field(default_factory=dict)
+    max_chunks: int = _MAX_CHUNKS
 
     def layouts(self) -> Iterator[Layout]:
         """Yields every layout whose sizes evenly divide the ranks, batch, layers and experts."""
@@ -227,7 +230,7 @@ class Space:
         return self._sizes("context", powers_of_2(max(1, self.seq_length // _MIN_CONTEXT_PART)))
 
     def _chunk_sizes(self, stages: int) -> list[int]:
-        most = min(_MAX_CHUNKS, self.num_layers // stages) if stages > 1 else 1
+        most = min(self.max_chunks, self.num_layers // stages) if stages > 1 else 1
         return self._sizes("chunks", powers_of_2(most))
 
     def _micro_batches(self, data: int) -> list[int]:
@@ -380,6 +383,7 @@ def _space_of(run_config: RunConfig, *, world_size: int, devices_per_node: int, 
         recompute_modules=recompute_modules(transformer),
         further_layers=transformer.mtp_num_layers or 0,
         fixed=fixed,
+        max_chunks=1 if configured_schedule(transformer).kind is ScheduleKind.ZB_H1 else _MAX_CHUNKS,
     )
 
 

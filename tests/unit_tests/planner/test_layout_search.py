@@ -41,6 +41,7 @@ LAYOUTS = [
     (MIXTURE, f"{TENSOR} --expert-tensor-parallel-size 2 {EXPERTS} 4 {PIPE} 2 --micro-batch-size 1 {ZERO_1}"),
     (MIXTURE, f"{EXPERTS} 8 --micro-batch-size 1 {PIPE} 2 {PAGED} {ZERO_1}"),
     (MIXTURE, f"{EXPERTS} 8 --micro-batch-size 1 {PIPE} 2 --overlap-moe-expert-parallel-comm {ZERO_1}"),
+    (MIXTURE, f"{EXPERTS} 4 --micro-batch-size 1 {PIPE} 4 --pipeline-schedule zb-h1 {ZERO_1}"),
     (LATENT, f"{EXPERTS} 4 --micro-batch-size 1 {PIPE} 2 --pipeline-model-parallel-layout Ettt|tL {ZERO_1}"),
 ]
 
@@ -110,6 +111,15 @@ def test_a_layout_with_pairs_tells_what_they_gain() -> None:
     assert line is not None and re.fullmatch(
         r"passes in turns: (\S+ m?s a step, \S+% exposed(; without pairs: )?){2}", line
     )
+
+
+def test_a_schedule_with_weight_passes_is_searched_with_one_chunk_per_stage() -> None:
+    words = ["--model", *DENSE, *FLAGS.split(), *ZERO_1.split(), PIPE, "2"]
+    chunks = []
+    for kind in ("1f1b", "zb-h1"):
+        request = read_request([*words, "--pipeline-schedule", kind], world_size=RANKS, devices_per_node=8)
+        chunks.append({one.chunks for one in request.space.layouts()})
+    assert chunks == [{1, 2}, {1}]
 
 
 def test_levels_of_context_parallelism_are_refused_by_name() -> None:
