@@ -59,12 +59,18 @@ def _is_possible(case: Case) -> bool:
         return False
     if "8 bits" in experts and around in ("adapters", "fp16"):
         return False
-    # Shared experts overlap with an exchange between several ranks.
-    if case.get("shared") == "overlapped" and case.get("layout") != "pp 2, ep 2":
-        return False
-    # The last layer of a stage is not offloaded.
-    is_single = case.get("layout") == "pp 4"
-    return not (around == "offloading" and (is_single or recompute in ("full", "some layers")))
+    return not (around == "offloading" and recompute in ("full", "some layers"))
+
+
+def _sizes(name: str) -> dict[str, list[Any]]:
+    """Returns the values that a layout has. The last layer of a stage is not offloaded, and with 4 stages it has one.
+
+    Shared experts overlap with an exchange between several ranks.
+    """
+    without = {"around": "offloading" if name == "pp 4" else None}
+    without["shared"] = None if name == "pp 2, ep 2" else "overlapped"
+    sizes = {key: [value for value in values if value != without.get(key)] for key, values in SIZES.items()}
+    return {**sizes, "layout": [name]}
 
 
 def _flags(case: Case) -> Flags:
@@ -161,11 +167,9 @@ def _compare_all(cases: Sequence[Case]) -> list[int]:
 
 DRAWS = long_count(20, soak=40)
 # Covers each value on two ranks, and each pair of values under `make soak`, and runs some cases of further layouts.
-CASES = list(
-    islice(covering({**SIZES, "layout": ["pp 2"]}, draws=DRAWS, allowed=_is_possible), long_count(10, soak=1000))
-)
+CASES = list(islice(covering(_sizes("pp 2"), draws=DRAWS, allowed=_is_possible), long_count(10, soak=1000)))
 FURTHER = {
-    name: list(islice(covering({**SIZES, "layout": [name]}, draws=DRAWS, allowed=_is_possible), long_count(2, soak=12)))
+    name: list(islice(covering(_sizes(name), draws=DRAWS, allowed=_is_possible), long_count(2, soak=12)))
     for name, (ranks, _, _) in LAYOUTS.items()
     if ranks > 2
 }
