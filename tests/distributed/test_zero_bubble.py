@@ -63,12 +63,14 @@ def _is_possible(case: Case) -> bool:
 
 
 def _sizes(name: str) -> dict[str, list[Any]]:
-    """Returns the values that a layout has. The last layer of a stage is not offloaded, and with 4 stages it has one.
+    """Returns the values that a layout has.
 
-    Shared experts overlap with an exchange between several ranks.
+    Shared experts overlap with an exchange between several ranks. With 4 stages, a stage has one layer: it is not
+    offloaded, recompute of some layers is recompute of all, and a stash needs several micro-batches.
     """
-    without = {"around": "offloading" if name == "pp 4" else None}
-    without["shared"] = None if name == "pp 2, ep 2" else "overlapped"
+    without: dict[str, Any] = {} if name == "pp 2, ep 2" else {"shared": "overlapped"}
+    if name == "pp 4":
+        without |= {"around": "offloading", "recompute": "some layers", "microbatches": 1}
     sizes = {key: [value for value in values if value != without.get(key)] for key, values in SIZES.items()}
     return {**sizes, "layout": [name]}
 
