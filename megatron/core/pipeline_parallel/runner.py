@@ -61,7 +61,15 @@ class _Kept(NamedTuple):
 
 @contextmanager
 def _served(model: Sequence[nn.Module]) -> Iterator[WeightGradQueue]:
-    """Context in which a queue may hold the weight gradients of all chunks."""
+    """Context in which a queue may hold the weight gradients of all chunks.
+
+    Raises ValueError for a parameter or a wrapper whose hooks would find incomplete gradients.
+    """
+    if any(isinstance(chunk, nn.parallel.DistributedDataParallel) for chunk in model):
+        raise ValueError(
+            "a chunk is wrapped in torch's DistributedDataParallel, which reduces gradients in each backward, but "
+            "--pipeline-schedule computes some of them later: use DistributedDataParallel of megatron.core.distributed"
+        )
     queue = WeightGradQueue("--pipeline-schedule")
     try:
         for chunk in model:

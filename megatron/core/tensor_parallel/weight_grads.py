@@ -423,7 +423,8 @@ class _HeldGrads:
         self.is_split = self._queue.is_splitting
         self.is_deferred = self.is_split or self._num_entries > 0
         if self.is_deferred:
-            self._append(None, rest)
+            # A later backward may reuse the memory of a gradient, which autograd would have copied by then.
+            self._append(None, rest.clone() if self.is_split and rest is not None else rest)
         else:
             self._accumulate(rest, current_backward_id())
         return (None,)
@@ -441,7 +442,8 @@ class _HeldGrads:
         if param.grad is not None:
             param.grad.add_(new)
         else:
-            param.grad = new if new.stride() == param.stride() else torch.empty_like(param).copy_(new)
+            is_ready = new.layout is not torch.strided or new.stride() == param.stride()
+            param.grad = new if is_ready else torch.empty_like(param).copy_(new)
 
     def _watch(self, node: Any) -> None:
         if node is not self._node:

@@ -234,3 +234,16 @@ def test_the_groups_of_a_schedule_choose_it_and_are_passed_on() -> None:
         force_all_reduce=False,
     )
     assert len(reports) == 3 and model.weight.grad is not None
+
+
+def test_weight_passes_refuse_a_wrapper_whose_hooks_would_run_too_early() -> None:
+    # Its constructor would require a process group.
+    wrapper = torch.nn.parallel.DistributedDataParallel
+    wrapped, config = wrapper.__new__(wrapper), Linear().config
+    torch.nn.Module.__init__(wrapped)
+    wrapped.module = Linear()
+    arguments: dict[str, Any] = {"forward_step": forward_step, "data_iterators": [iter(batches())]}
+    communicator = P2PCommunicator(None, config)
+    runner = ScheduleRunner(model=[wrapped], config=config, communicator=communicator, num_microbatches=1, **arguments)
+    with pytest.raises(ValueError, match="torch's DistributedDataParallel, .* --pipeline-schedule"):
+        runner.run([Action(kind, 0, 0) for kind in ActionKind])

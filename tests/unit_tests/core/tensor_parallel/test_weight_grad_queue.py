@@ -196,6 +196,31 @@ def test_no_gradient_arrives_before_a_split_backward_is_completed() -> None:
         pass
 
 
+class Reusing(torch.autograd.Function):
+    """Returns the same memory as the gradient of each backward."""
+
+    memory = torch.empty(2)
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return weight.sum() * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return Reusing.memory.fill_(ctx.factor), None
+
+
+def test_gradients_that_are_no_products_outlive_their_backward() -> None:
+    weight, table = nn.Parameter(torch.ones(2)), nn.Embedding(4, 2, sparse=True)
+    queue = WeightGradQueue(FLAG)
+    queue.serve([("weight", weight), *table.named_parameters()])
+    losses = (Reusing.apply(weight, factor) + table(torch.tensor([1, 1])).sum() for factor in (1.0, 2.0, 4.0))
+    run_split(queue, losses, lag=2)
+    assert weight.grad is not None and weight.grad.tolist() == [7, 7]
+    assert table.weight.grad is not None and table.weight.grad.to_dense().sum(dim=1).tolist() == [0, 12, 0, 0]
+
+
 def test_a_failed_split_backward_leaves_nothing_behind() -> None:
     weight = nn.Parameter(torch.ones(2, 2))
     queue = queue_of(nn.ParameterDict({"weight": weight}))
