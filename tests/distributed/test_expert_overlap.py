@@ -138,7 +138,7 @@ def _flags(case: Case) -> Flags:
     return {**flags, "global-batch-size": replicas * case["microbatches"]}
 
 
-def _train(argv: Sequence[str], setup: Any) -> TrainedRun:
+def train_argv(argv: Sequence[str], setup: Any) -> TrainedRun:
     if "--moe-expert-rank-capacity-factor" in argv:
         return train_here(argv, setup)
     trained = TrainedRun()
@@ -178,9 +178,9 @@ class _Shape:
 def _compare(case: Case) -> int:
     """Checks that overlap changes no results; returns this rank's number of pairs."""
     of_plain, shape, flags = _Shape(), _Shape(), _flags(case)
-    plain = _train(argv_of(flags), of_plain.look)
+    plain = train_argv(argv_of(flags), of_plain.look)
     with watched_pairs() as log:
-        overlapped = _train(argv_of(flags, DIMENSIONS["flags"][case["flags"]]), shape.look)
+        overlapped = train_argv(argv_of(flags, DIMENSIONS["flags"][case["flags"]]), shape.look)
     overlapped.assert_same(plain, str(case))
     assert shape.rows == of_plain.rows, f"{case}: recorded once each"
     assert len({step["grad_norm"] for step in plain.steps}) == STEPS

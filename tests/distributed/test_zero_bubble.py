@@ -29,9 +29,9 @@ from megatron.training.run import TrainingRun
 from megatron.training.training import run_step
 from tests.counts import long_count, slow
 from tests.distributed.parity import layout
-from tests.distributed.stash_runs import argv_of, train_here
-from tests.distributed.test_expert_overlap import COMMON, DIMENSIONS, EXPERTS, Collectives
-from tests.distributed.tiny_runs import TrainedRun, started_run
+from tests.distributed.stash_runs import argv_of
+from tests.distributed.test_expert_overlap import COMMON, DIMENSIONS, EXPERTS, Collectives, train_argv
+from tests.distributed.tiny_runs import started_run
 from tests.functional_tests.case import Flags
 from tests.harness import run_on_ranks
 from tests.pairwise import Case, covering
@@ -138,20 +138,11 @@ class _Log:
             yield
 
 
-def _train(argv: Sequence[str], setup: Any) -> TrainedRun:
-    if "--moe-expert-rank-capacity-factor" in argv:
-        return train_here(argv, setup)
-    trained = TrainedRun()
-    with started_run(argv) as run:
-        trained.train(run, setup=setup)
-    return trained
-
-
 def _compare(case: Case) -> int:
     """Checks that the schedule changes no results, and that it is executed; returns the number of weight passes."""
     flags, log = _flags(case), _Log()
-    plain = _train(argv_of(flags), _Log().look)
-    split = _train(argv_of(flags, ZB_H1), log.look)
+    plain = train_argv(argv_of(flags), _Log().look)
+    split = train_argv(argv_of(flags, ZB_H1), log.look)
     split.assert_same(plain, str(case))
     number = case["microbatches"]
     planned = [
@@ -215,7 +206,7 @@ def test_a_step_launches_the_collectives_of_1f1b(gradients: str) -> None:
 
 def _reduced_early(flags: Flags) -> str:
     """Runs with a fault, that hooks see gradients in the backward; returns how it is noticed, or "" if it is not."""
-    sound = _train(argv_of(flags, ZB_H1), _Log().look)
+    sound = train_argv(argv_of(flags, ZB_H1), _Log().look)
     finish = weight_grads._HeldGrads.finish
 
     def without_hooks(held: Any, rest: Any, task: int) -> None:
@@ -230,7 +221,7 @@ def _reduced_early(flags: Flags) -> str:
             patch.object(weight_grads._HeldGrads, "finish", without_hooks),
             patch.object(grad_intake, "is_deferred", lambda param: False),
         ):
-            _train(argv_of(flags, ZB_H1), _Log().look).assert_same(sound, "reduced early")
+            train_argv(argv_of(flags, ZB_H1), _Log().look).assert_same(sound, "reduced early")
     except (AssertionError, RuntimeError) as error:
         return str(error) or type(error).__name__
     return ""
@@ -246,7 +237,7 @@ def test_a_reduction_before_the_weight_pass_is_noticed(gradients: str) -> None:
 def _executed(flags: Flags) -> list[Order]:
     """Returns the passes of the last step as each stage has executed them."""
     log = _Log()
-    _train(
+    train_argv(
         argv_of(COMMON, layout(pp=4), flags, {"global-batch-size": 8, "moe-expert-rank-capacity-factor": None}),
         log.look,
     )

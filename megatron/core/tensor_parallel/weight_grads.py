@@ -305,7 +305,7 @@ class _Entry(NamedTuple):
 
 
 class SplitBackward:
-    """What a split backward has held. entries: in the order in which they were held."""
+    """A backward whose gradients are not accumulated yet. entries: pending gradients, in order of computation."""
 
     def __init__(self) -> None:
         self.entries: deque[_Entry] = deque()

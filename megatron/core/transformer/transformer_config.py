@@ -342,17 +342,19 @@ def validate_heads(config: TransformerConfig) -> None:
     )
 
 
-# Fields that overlap exchanges of rows with computation.
-EXPERT_OVERLAP = (
-    "overlap_moe_expert_parallel_comm",
-    "delay_wgrad_compute",
-    "overlap_dispatch_backward_with_experts_wgrad",
-)
+def _given_overlap(config: TransformerConfig) -> str | None:
+    """Returns the first field that is set to overlap exchanges of rows with computation, or None."""
+    fields = {
+        "overlap_moe_expert_parallel_comm": config.overlap_moe_expert_parallel_comm,
+        "delay_wgrad_compute": config.delay_wgrad_compute,
+        "overlap_dispatch_backward_with_experts_wgrad": config.overlap_dispatch_backward_with_experts_wgrad,
+    }
+    return next((name for name, is_given in fields.items() if is_given), None)
 
 
 def validate_expert_overlap(config: TransformerConfig) -> None:
     """Raises ValueError if rows are not exchanged, or not in a way that computation can overlap with."""
-    given = next((flag for flag in EXPERT_OVERLAP if vars(config)[flag]), None)
+    given = _given_overlap(config)
     if given is None:
         return
     if config.num_moe_experts is None:
@@ -388,7 +390,7 @@ def validate_schedule(config: TransformerConfig) -> None:
             f"pipeline_schedule is {kind} and virtual_pipeline_model_parallel_size is {chunks}: {kind} has one chunk "
             "per stage, so omit virtual stages, or use 1f1b"
         )
-    given = next((flag for flag in EXPERT_OVERLAP if vars(config)[flag]), None)
+    given = _given_overlap(config)
     if given is not None:
         raise ValueError(
             f"pipeline_schedule is {kind} and {given} is True: {kind} has passes for weight gradients, which exchange "

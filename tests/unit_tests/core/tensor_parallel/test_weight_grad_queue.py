@@ -66,6 +66,15 @@ def wrapped(model: Any, **fields: Any) -> DistributedDataParallel:
     return DistributedDataParallel(model.config, DistributedDataParallelConfig(**fields), model)
 
 
+def accumulated(model: Any, ddp: DistributedDataParallel | None) -> dict[str, Tensor]:
+    """Returns the gradients of a model, by name, from its wrapper if there is one."""
+    if ddp is None:
+        return gradients(model)
+    ddp.finish_grad_sync()
+    assert not gradients(model)
+    return {name: grad.clone() for name, grad in ddp.named_main_grads()}
+
+
 @pytest.mark.parametrize(
     ("fields", "owner", "lag"),
     [
@@ -103,12 +112,7 @@ def test_gradients_of_microbatches_have_the_same_bits(fields: dict[str, Any], ow
             with queue.holding():
                 loss.backward()
         assert queue.num_pending == 0 and queue.most > (6 if lag is None else lag) * holds - 1
-        if ddp is None:
-            found.append(gradients(model))
-        else:
-            ddp.finish_grad_sync()
-            assert not gradients(model)
-            found.append({name: grad.clone() for name, grad in ddp.named_main_grads()})
+        found.append(accumulated(model, ddp))
     assert found[0].keys() == found[1].keys()
     assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
     assert all(grad.any() for name, grad in found[0].items() if "lora_a" not in name)
@@ -169,12 +173,7 @@ def test_split_backwards_deliver_the_same_bits_when_they_are_completed(
         else:
             for loss in losses:
                 loss.backward()
-        if ddp is None:
-            found.append(gradients(model))
-        else:
-            ddp.finish_grad_sync()
-            assert not gradients(model)
-            found.append({name: grad.clone() for name, grad in ddp.named_main_grads()})
+        found.append(accumulated(model, ddp))
     assert found[0] and found[0].keys() == found[1].keys()
     assert all(torch.equal(grad, found[1][name]) for name, grad in found[0].items())
 
