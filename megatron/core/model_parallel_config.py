@@ -14,6 +14,7 @@ import torch
 
 from megatron.core.config_field import MegatronConfig, config_field, validate_fields
 from megatron.core.parallel_state import check_hierarchy
+from megatron.core.pipeline_placement import V_SCHEDULES
 from megatron.core.timers import Timers
 
 _DTYPES = {
@@ -140,9 +141,11 @@ class PipelineConfig:
     pipeline_schedule: str = config_field(
         "1f1b",
         help="Order of the passes of a step. 1f1b alternates forward and backward passes, also over the chunks of "
-        "virtual stages. zb-h1 delays the computation of weight gradients to fill the time in which stages would wait; "
-        "results are the same.",
-        choices=("1f1b", "zb-h1"),
+        "virtual stages. zb-h1 delays the computation of weight gradients to fill the time in which stages would wait. "
+        "zbv does so with two chunks per stage, placed in a V: the first stage holds both ends of the model, and "
+        "stages wait only at the beginning. dualpipev is zbv with pairs of passes for "
+        "--overlap-moe-expert-parallel-comm, which it requires. Results are the same.",
+        choices=("1f1b", "zb-h1", *V_SCHEDULES),
     )
     microbatch_group_size_per_vp_stage: int | None = config_field(
         None,

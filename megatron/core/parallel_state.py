@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
-from megatron.core.pipeline_placement import Placement
+from megatron.core.pipeline_placement import Placement, placement_of
 from megatron.core.process_groups_config import (
     EXISTING,
     ProcessGroupCollection,
@@ -223,6 +223,7 @@ class _Registry:
     others: list[ProcessGroup] = field(default_factory=list)
     virtual_size: int | None = None
     virtual_rank: int | None = None
+    placement: Placement = Placement(1)
     senders: WeakKeyDictionary[Any, frozenset[ProcessGroup]] = field(default_factory=WeakKeyDictionary)
 
 
@@ -257,6 +258,7 @@ def initialize_model_parallel(
     sharp_enabled_group: str | None = None,
     rank_offset: int = 0,
     local_world_size: int | None = None,
+    pipeline_schedule: str = "1f1b",
 ) -> None:
     """Builds the process groups over all ranks. torch.distributed must be initialized. Collective.
 
@@ -264,7 +266,8 @@ def initialize_model_parallel(
     the levels into which context-parallel groups are divided, from the innermost. order: see RankGenerator; it applies
     to dense and expert layers. get_embedding_ranks, get_position_embedding_ranks: functions that return the ranks of
     the stages that share embedding weights, and of the stages with position embeddings; None means
-    default_embedding_ranks and default_position_embedding_ranks. create_gloo_process_groups: also creates data-parallel
+    default_embedding_ranks and default_position_embedding_ranks. pipeline_schedule: as in ModelParallelConfig; it
+    determines which parts of the model a stage holds. create_gloo_process_groups: also creates data-parallel
     groups with a CPU backend, if the default group has one.
 
     Other arguments belong to unsupported features and must be left at their defaults. Raises ValueError for these
@@ -305,8 +308,11 @@ def initialize_model_parallel(
     tables |= instance_tables(dense, expert, num_instances=num_distributed_optimizer_instances)
     if num_distributed_optimizer_instances == 1:
         del tables["inter_dist_opt"]  # its groups would have one rank each
+    placement = placement_of(pipeline_schedule, pipeline_model_parallel_size, virtual_pipeline_model_parallel_size or 1)
+    # In a V, the first stage holds both ends of the model.
+    with_embeddings = default_embedding_ranks if placement.loss_stage else default_position_embedding_ranks
     chosen = {
-        "embd": _chosen_stages(tables["pp"], get_embedding_ranks or default_embedding_ranks, "get_embedding_ranks"),
+        "embd": _chosen_stages(tables["pp"], get_embedding_ranks or with_embeddings, "get_embedding_ranks"),
         "pos_embd": _chosen_stages(
             tables["pp"],
             get_position_embedding_ranks or default_position_embedding_ranks,
@@ -332,7 +338,7 @@ def initialize_model_parallel(
             expert, {"tp": groups["expt_tp"], "ep": groups["ep"], "dp": groups["expt_dp"], "pp": groups["pp"]}
         ),
     }
-    _REGISTRY.virtual_size = virtual_pipeline_model_parallel_size
+    _REGISTRY.virtual_size, _REGISTRY.placement = virtual_pipeline_model_parallel_size, placement
     _REGISTRY.virtual_rank = None if virtual_pipeline_model_parallel_size is None else 0
 
 
@@ -775,7 +781,7 @@ def set_virtual_pipeline_model_parallel_rank(rank: int | None) -> None:
 
 
 def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns whether this rank is the first stage; with ignore_virtual=False, whether `vp_stage` is its first chunk.
+    """Returns whether this rank holds the model's first part; with ignore_virtual=False, whether in chunk `vp_stage`.
 
     vp_stage: index of a model chunk; None means the chunk set by set_virtual_pipeline_model_parallel_rank.
     """
@@ -783,19 +789,15 @@ def is_pipeline_first_stage(ignore_virtual: bool = True, vp_stage: int | None = 
 
 
 def is_pipeline_last_stage(ignore_virtual: bool = True, vp_stage: int | None = None) -> bool:
-    """Returns whether this rank is the last stage; with ignore_virtual=False, whether `vp_stage` is its last chunk.
+    """Returns whether this rank holds the model's last part; with ignore_virtual=False, whether in chunk `vp_stage`.
 
     vp_stage: index of a model chunk; None means the chunk set by set_virtual_pipeline_model_parallel_rank.
     """
-    return _holds_part(_placement().num_parts - 1, ignore_virtual=ignore_virtual, vp_stage=vp_stage)
-
-
-def _placement() -> Placement:
-    return Placement(get_pipeline_model_parallel_world_size(), _REGISTRY.virtual_size or 1)
+    return _holds_part(_REGISTRY.placement.num_parts - 1, ignore_virtual=ignore_virtual, vp_stage=vp_stage)
 
 
 def _holds_part(part: int, *, ignore_virtual: bool, vp_stage: int | None) -> bool:
-    place = _placement().place_of(part)
+    place = _REGISTRY.placement.place_of(part)
     is_here = get_pipeline_model_parallel_rank() == place.stage
     return is_here and (ignore_virtual or _chunk(vp_stage) in (None, place.chunk))
 

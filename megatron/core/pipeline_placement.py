@@ -6,6 +6,9 @@ output layer and the loss. Model building, schedules and data iterators use the 
 
 from typing import NamedTuple, Protocol
 
+# Values of --pipeline-schedule whose stages have two chunks, placed in a V.
+V_SCHEDULES = ("zbv", "dualpipev")
+
 
 class Place(NamedTuple):
     """A chunk of a stage, both from 0."""
@@ -15,10 +18,15 @@ class Place(NamedTuple):
 
 
 class Placement(NamedTuple):
-    """Model chunks over stages: chunk c of stage s is part c * num_stages + s of the model."""
+    """Model chunks over stages.
+
+    is_v: whether the parts pass through the stages forward and back, so that stage 0 of two chunks holds the first and
+    the last part of the model. Otherwise chunk c of stage s is part c * num_stages + s.
+    """
 
     num_stages: int
     num_chunks: int = 1
+    is_v: bool = False
 
     @property
     def num_parts(self) -> int:
@@ -27,12 +35,21 @@ class Placement(NamedTuple):
 
     def part_of(self, stage: int, chunk: int) -> int:
         """Returns the part of the model that a chunk holds."""
-        return chunk * self.num_stages + stage
+        return chunk * self.num_stages + self._turned(stage, chunk)
 
     def place_of(self, part: int) -> Place:
         """Returns the chunk that holds a part of the model."""
-        chunk, stage = divmod(part, self.num_stages)
-        return Place(stage, chunk)
+        chunk, position = divmod(part, self.num_stages)
+        return Place(self._turned(position, chunk), chunk)
+
+    def parts_of(self, stage: int) -> list[int]:
+        """Lists the parts of the model that a stage holds, in the order of its chunks."""
+        return [self.part_of(stage, chunk) for chunk in range(self.num_chunks)]
+
+    @property
+    def loss_stage(self) -> int:
+        """The stage that holds the last part of the model, and computes the loss."""
+        return self.place_of(self.num_parts - 1).stage
 
     def has_embedding(self, stage: int, chunk: int) -> bool:
         """Returns whether a chunk holds the first part of the model."""
@@ -42,14 +59,28 @@ class Placement(NamedTuple):
         """Returns whether a chunk holds the last part of the model."""
         return self.part_of(stage, chunk) == self.num_parts - 1
 
+    def _turned(self, stage: int, chunk: int) -> int:
+        """Returns a stage's position in the pass of a chunk over the stages, or the stage at a position."""
+        return self.num_stages - 1 - stage if self.is_v and chunk % 2 else stage
+
 
 class PlacementConfig(Protocol):
     """The fields of ModelParallelConfig that choose a placement."""
 
     pipeline_model_parallel_size: int
     virtual_pipeline_model_parallel_size: int | None
+    pipeline_schedule: str
 
 
 def configured_placement(config: PlacementConfig) -> Placement:
     """Returns the placement that a configuration chooses."""
-    return Placement(config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size or 1)
+    return placement_of(
+        config.pipeline_schedule,
+        config.pipeline_model_parallel_size,
+        config.virtual_pipeline_model_parallel_size or 1,
+    )
+
+
+def placement_of(schedule: str, num_stages: int, num_chunks: int) -> Placement:
+    """Returns the placement of a value of --pipeline-schedule. One stage with one chunk has no V."""
+    return Placement(num_stages, num_chunks, schedule in V_SCHEDULES and num_stages > 1)

@@ -13,6 +13,7 @@ from megatron.core.distributed import (
     TorchFullyShardedDataParallel,
     build_launch_order,
 )
+from megatron.core.distributed.consistency import follow_owner_on_stage
 from megatron.core.parallel_state import get_process_groups
 from megatron.core.utils import get_model_config
 from megatron.training.config import RunConfig
@@ -30,6 +31,7 @@ def wrap_chunks(parts: Sequence[nn.Module], run_config: RunConfig) -> list[nn.Mo
     # A copy, because a script may change the configuration of its wrappers.
     ddp_config = copy.copy(run_config.ddp)
     order = build_launch_order(get_process_groups(), ddp_config)
+    follow_owner_on_stage(parts)
     return [
         DistributedDataParallel(
             get_model_config(part),

@@ -242,6 +242,7 @@ def build_groups(run_config: RunConfig) -> ProcessGroupCollection:
         num_distributed_optimizer_instances=run_config.ddp.num_distributed_optimizer_instances,
         order="tp-cp-ep-pp-dp" if run_config.distributed.use_tp_pp_dp_mapping else DEFAULT_ORDER,
         distributed_timeout_minutes=run_config.distributed.distributed_timeout_minutes,
+        pipeline_schedule=transformer.pipeline_schedule,
     )
     return parallel_state.get_process_groups()
 

@@ -15,6 +15,7 @@ from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.collectives import all_reduce_, rank_ordered_all_reduce_
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
 from megatron.core.parallel_state import existing_process_groups
+from megatron.core.pipeline_placement import configured_placement
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.utils import unwrap_model
@@ -82,11 +83,10 @@ def complete_model_grads(
     _divide_by_tokens(
         [chunk for chunk in chunks if chunk.config.calculate_per_token_loss], num_tokens, pp_group=groups.pp
     )
-    # After the collectives over other groups, in a separate loop. The tied embedding weight is in the first chunk of
-    # the first stage and in the last chunk of the last stage. In one loop over chunks, these two stages would launch
-    # the sum of its gradient and the other collectives in different orders, which could deadlock.
-    for chunk in chunks:
-        _reduce_shared_grads(chunk, groups.embd)
+    # After the collectives over other groups, for all chunks. The tied embedding weight is in the first chunk of the
+    # first stage and in the last chunk of the last stage. In one loop over chunks, these two stages would launch the
+    # sum of its gradient and the other collectives in different orders, which could deadlock.
+    _reduce_shared_grads(chunks, groups.embd)
     for chunk in chunks:
         chunk.notify_grads_final()
 
@@ -115,7 +115,7 @@ def outermost(module: nn.Module, kind: type[_Kind]) -> list[_Kind]:
 def _check_num_tokens(
     chunk: _BaseDataParallel, num_tokens: torch.Tensor | None, *, pp_group: dist.ProcessGroup | None
 ) -> None:
-    counts_tokens = group_rank(pp_group) == group_size(pp_group) - 1
+    counts_tokens = group_rank(pp_group) == _loss_stage(chunk, pp_group)
     per_token = chunk.config.calculate_per_token_loss
     # Either mistake would silently scale gradients by a wrong factor.
     if counts_tokens and per_token != (num_tokens is not None):
@@ -146,19 +146,37 @@ def _reduce_partial_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | N
             slot.copy_from_comm()
 
 
-def _reduce_shared_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | None) -> None:
-    """Sums the gradient of the tied (shared) embedding weight over `group` (embd), the first and the last stage.
+def _reduce_shared_grads(chunks: Sequence[_BaseDataParallel], group: dist.ProcessGroup | None) -> None:
+    """Sums the gradients of the tied (shared) embedding weights over `group` (embd), the stages of both ends.
 
-    A sum of two numbers is the same in any order, so the copies stay bit-identical.
+    In a V, one stage holds both ends and adds the gradients of its chunks. A sum of two numbers is the same in any
+    order, so the copies stay bit-identical. Raises ValueError if one of two tied weights on this stage is frozen.
     """
-    if group_size(group) == 1:
-        return
-    for buffer in chunk.all_buffers:
-        for slot in buffer.slots:
-            if param_facts(slot.param).shared_embedding:
-                for part in buffer.owned_grads(slot):
-                    dist.all_reduce(part, group=group)
-                slot.copy_from_comm()
+    tied = [
+        (slot, buffer.owned_grads(slot))
+        for chunk in chunks
+        for buffer in chunk.all_buffers
+        for slot in buffer.slots
+        if param_facts(slot.param).shared_embedding
+    ]
+    if group_size(group) > 1:
+        for _, parts in tied:
+            for part in parts:
+                dist.all_reduce(part, group=group)
+    else:
+        owners = [one for one in tied if not param_facts(one[0].param).shared]
+        copies = [one for one in tied if param_facts(one[0].param).shared]
+        if len(owners) != len(copies):
+            alone = (owners or copies)[0][0].name
+            raise ValueError(
+                f"{alone} is trained, and the weight of this stage that it is tied to is frozen: requires_grad must be "
+                "equal when DistributedDataParallel wraps the chunks"
+            )
+        for (_, of_owner), (_, of_copy) in zip(owners, copies):
+            for one, other in zip(of_owner, of_copy, strict=True):
+                other.copy_(one.add_(other))
+    for slot, _ in tied:
+        slot.copy_from_comm()
 
 
 def _divide_by_tokens(
@@ -187,7 +205,13 @@ def _total_tokens(
     if group_size(chunk.pg_collection.dp_cp) > 1:
         dist.all_reduce(total, group=chunk.pg_collection.dp_cp)
     if group_size(pp_group) > 1:
-        # Only the last stage computes losses and counts tokens.
-        dist.broadcast(total, group=pp_group, group_src=group_size(pp_group) - 1)
+        # Only one stage computes losses and counts tokens.
+        dist.broadcast(total, group=pp_group, group_src=_loss_stage(chunk, pp_group))
     # At least 1, so that a step with only masked tokens has zero gradients, not NaN.
     return total.clamp_(min=1)
+
+
+def _loss_stage(chunk: _BaseDataParallel, pp_group: dist.ProcessGroup | None) -> int:
+    placement = configured_placement(chunk.config)
+    # A script may use groups with other sizes than the configuration of the model.
+    return placement._replace(num_stages=group_size(pp_group)).loss_stage

@@ -365,7 +365,7 @@ def is_completed_later(param: nn.Parameter, *, config: ModelParallelConfig, grou
     return (
         config.calculate_per_token_loss
         or (facts.sequence_parallel and group_size(groups.tp) > 1)
-        or (facts.shared_embedding and group_size(groups.embd) > 1)
+        or facts.shared_embedding
     )
 
 

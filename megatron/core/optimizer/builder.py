@@ -266,7 +266,8 @@ def _agree_on_groups(
     """
     with _all_parts_agree(groups):
         copies = [slot.name for slot in slots if param_facts(slot.param).shared]
-        if copies and group_size(groups.embd) == 1:
+        owners = [slot.name for slot in slots if _is_tied_owner(slot.param)]
+        if len(owners) < len(copies) and group_size(groups.embd) == 1:
             raise ValueError(
                 f"pg_collection.embd is {groups.embd}: must be the group of the first and the last stage, because "
                 f"{copies[0]} is a copy of a weight of the first stage"
@@ -309,10 +310,15 @@ def _owners_keys(
     copies = [slot.param for slot in slots if param_facts(slot.param).shared]
     if is_fake(groups.embd):
         return {e.param: grouping.key_of(e.name, e.param) for e in slots if param_facts(e.param).shared}
-    owned = [keys[e.param] for e in slots if param_facts(e.param).shared_embedding and e.param in keys]
+    owned = [keys[e.param] for e in slots if _is_tied_owner(e.param)]
     # Sent by the owner, because only the owner has the parameter that attributes and predicates inspect.
     of_first_stage = gather_objects(owned, groups.embd)[0]
     return dict(zip(copies, of_first_stage, strict=True)) if copies else {}
+
+
+def _is_tied_owner(param: nn.Parameter) -> bool:
+    facts = param_facts(param)
+    return facts.shared_embedding and not facts.shared
 
 
 @contextmanager

@@ -70,8 +70,13 @@ class ExchangesRows(Protocol):
 
 
 @contextmanager
-def expert_overlap(config: ExpertOverlapConfig, model: Sequence[nn.Module]) -> Iterator["ExpertOverlap | None"]:
-    """Context that covers the exchanges of `model`; None if the configuration selects nothing."""
+def expert_overlap(
+    config: ExpertOverlapConfig, model: Sequence[nn.Module], *, queue: WeightGradQueue | None = None
+) -> Iterator["ExpertOverlap | None"]:
+    """Context that covers the exchanges of `model`; None if the configuration selects nothing.
+
+    queue: serves all parameters already, for weight passes of the schedule.
+    """
     if not (
         config.overlap_moe_expert_parallel_comm
         or config.delay_wgrad_compute
@@ -81,7 +86,7 @@ def expert_overlap(config: ExpertOverlapConfig, model: Sequence[nn.Module]) -> I
         return
     overlap = ExpertOverlap(config)
     try:
-        overlap.open(model)
+        overlap.open(model, queue)
         yield overlap
     finally:
         overlap.close()
@@ -96,13 +101,18 @@ class ExpertOverlap:
     def __init__(self, config: ExpertOverlapConfig) -> None:
         self._config, self._layers = config, list[ExchangesRows]()
         self._turns = PassTurns() if config.overlap_moe_expert_parallel_comm else None
+        # Holds weight gradients during exchanges, and is released at the end if it is this object's own.
         self._queue: WeightGradQueue | None = None
+        self._own_queue: WeightGradQueue | None = None
         # Whether the turn that covers row counts is still to come, after the experts, because no weight gradients came
         # before them. The same on all ranks, whatever hooks make one of them compute its weight gradients immediately.
         self._delays_turn = False
 
-    def open(self, model: Sequence[nn.Module]) -> None:
-        """Covers the exchanges of the chunks of `model`. Raises ValueError if a weight's gradients cannot be held."""
+    def open(self, model: Sequence[nn.Module], queue: WeightGradQueue | None = None) -> None:
+        """Covers the exchanges of the chunks of `model`. Raises ValueError if a weight's gradients cannot be held.
+
+        queue: see expert_overlap.
+        """
         if self._turns is not None and any(
             isinstance(param, DTensor) for chunk in model for param in chunk.parameters()
         ):
@@ -119,13 +129,15 @@ class ExpertOverlap:
         ]
         # See [Note: what covers an exchange].
         needs_queue = self._turns is not None and any(layer.exchanges_dropless_rows for _, layer in layers)
-        if self._config.delay_wgrad_compute or needs_queue:
+        if queue is not None:
+            self._queue = queue if self._config.delay_wgrad_compute or needs_queue else None
+        elif self._config.delay_wgrad_compute or needs_queue:
             given = "delay-wgrad-compute" if self._config.delay_wgrad_compute else "overlap-moe-expert-parallel-comm"
-            self._queue = WeightGradQueue(f"--{given}")
+            self._queue = self._own_queue = WeightGradQueue(f"--{given}")
             for chunk in model:
                 self._queue.serve(chunk.named_parameters())
         elif self._config.overlap_dispatch_backward_with_experts_wgrad:
-            self._queue = WeightGradQueue("--overlap-dispatch-backward-with-experts-wgrad")
+            self._queue = self._own_queue = WeightGradQueue("--overlap-dispatch-backward-with-experts-wgrad")
             for name, layer in layers:
                 self._queue.serve(layer.experts.named_parameters(prefix=f"{name}.experts"))
         for _, layer in layers:
@@ -136,8 +148,8 @@ class ExpertOverlap:
         """Leaves the layers as they were."""
         for layer in self._layers:
             layer.set_exchange_cover(None)
-        if self._queue is not None:
-            self._queue.release()
+        if self._own_queue is not None:
+            self._own_queue.release()
         if self._turns is not None:
             self._turns.close()
 

@@ -78,7 +78,7 @@ class P2PCommunicator:
         tensors = []
         for transfer in transfers:
             if transfer.direction is Direction.SEND:
-                tensors.append(self._checked(outputs[transfer], transfer))
+                tensors.append(self.checked(outputs[transfer], transfer))
             else:
                 tensors.append(self._new_tensor(self._shape, dtype=self.dtype, device=device))
         batch = _Batch(
@@ -243,7 +243,11 @@ class P2PCommunicator:
             tensor.requires_grad_()
         return arrived[0] if is_single else arrived
 
-    def _checked(self, output: Tensor, transfer: Transfer) -> Tensor:
+    def checked(self, output: Tensor, transfer: Transfer) -> Tensor:
+        """Returns the output as it is sent: [*agreed shape], dtype pipeline_dtype, contiguous.
+
+        Raises ValueError for another shape or dtype.
+        """
         if tuple(output.shape) != self._shape or output.dtype != self.dtype:
             raise ValueError(
                 f"pipeline stage {self.stage} would {transfer}: {output.dtype} of shape {list(output.shape)}, but "

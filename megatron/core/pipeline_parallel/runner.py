@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -24,10 +24,13 @@ from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.schedule import (
     Action,
     ActionKind,
+    Neighbor,
     Pair,
     Pipeline,
+    configured_schedule,
     held_backwards,
     passes,
+    pipeline_of,
     validate_schedule,
 )
 from megatron.core.pipeline_parallel.sync_callables import SyncCallables
@@ -125,10 +128,10 @@ class ScheduleRunner:
             # Ends last: after an interrupt, a backward may run until the overlap is closed.
             stack.callback(sync.end)
             sync.begin()
-            if has_backward:
-                self._overlap = stack.enter_context(expert_overlap(self.config, self.model))
             if self._held_backwards:
                 self._weights = stack.enter_context(_served(self.model))
+            if has_backward:
+                self._overlap = stack.enter_context(expert_overlap(self.config, self.model, queue=self._weights))
             for step in steps:
                 self._take(step, sync)
         self.communicator.finish()
@@ -136,9 +139,9 @@ class ScheduleRunner:
             self.config.finalize_model_grads_func(list(self.model), self.num_tokens)
         return self.reports
 
-    @property
+    @cached_property
     def _pipeline(self) -> Pipeline:
-        return Pipeline(self.communicator.num_stages, len(self.model))
+        return pipeline_of(configured_schedule(self.config), self.communicator.num_stages, len(self.model))
 
     def _take(self, step: Step, sync: SyncCallables) -> None:
         if isinstance(step, Post):
@@ -146,7 +149,7 @@ class ScheduleRunner:
             for transfer in step.transfers:
                 self._outputs.pop(transfer, None)
         elif isinstance(step, Await):
-            source = self._pipeline.source(self.communicator.stage, step.action)
+            source = self._pipeline.sender(self.communicator.stage, step.action)
             assert source is not None, f"{step} has no sender"
             arrived = self.communicator.receive(Transfer(Direction.RECEIVE, step.action, source.stage))
             self._inputs[step.action] = arrived
@@ -188,7 +191,7 @@ class ScheduleRunner:
         output, loss_function = self.forward_step(self.data_iterators[action.chunk], model)
         target = self._pipeline.target(self.communicator.stage, action)
         if target is not None:
-            self._outputs[Transfer(Direction.SEND, action, target.stage)] = output.detach()
+            self._hand_over(action, target, output.detach())
             edge = get_gradient_edge(output) if output.requires_grad else None
             self._keep(action, _Kept(given, edge))
         elif self.non_loss_data:
@@ -273,4 +276,12 @@ class ScheduleRunner:
                     stacklevel=2,
                 )
             gradient_of_input = torch.zeros_like(given) if given.grad is None else given.grad
-            self._outputs[Transfer(Direction.SEND, action, target.stage)] = gradient_of_input
+            self._hand_over(action, target, gradient_of_input)
+
+    def _hand_over(self, action: Action, target: Neighbor, tensor: torch.Tensor) -> None:
+        """Keeps the output of a pass for the pass that consumes it, or for the transfer to its stage."""
+        transfer = Transfer(Direction.SEND, action, target.stage)
+        if target.stage == self.communicator.stage:
+            self._inputs[target.action] = self.communicator.checked(tensor, transfer)
+        else:
+            self._outputs[transfer] = tensor

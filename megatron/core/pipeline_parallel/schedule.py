@@ -17,12 +17,12 @@ schedule has two for each following stage, so one more is sufficient.
 """
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import NamedTuple, Protocol
 
-from megatron.core.pipeline_placement import Placement
+from megatron.core.pipeline_placement import V_SCHEDULES, Placement, placement_of
 
 
 class ActionKind(enum.Enum):
@@ -108,6 +108,16 @@ class Pipeline(Placement):
         """Returns the pass of another part that consumes an action's output; None if no other part is involved."""
         return _neighbor(self, stage, action=action, distance=1 if action.kind is ActionKind.FORWARD else -1)
 
+    def sender(self, stage: int, action: Action) -> Neighbor | None:
+        """Returns the source if another stage runs it, and None if this stage hands the input over itself."""
+        source = self.source(stage, action)
+        return None if source is None or source.stage == stage else source
+
+    def receiver(self, stage: int, action: Action) -> Neighbor | None:
+        """Returns the target if another stage runs it, and None if this stage hands the output over itself."""
+        target = self.target(stage, action)
+        return None if target is None or target.stage == stage else target
+
 
 # Called five times per pass while lists are built and checked.
 @lru_cache(maxsize=1 << 14)
@@ -122,11 +132,14 @@ def _neighbor(pipeline: Pipeline, stage: int, *, action: Action, distance: int) 
 class ScheduleKind(enum.Enum):
     """The values of --pipeline-schedule.
 
-    ONE_F_ONE_B: alternating passes, also with several chunks per stage. ZB_H1: see zero_bubble_h1.
+    ONE_F_ONE_B: alternating passes, also with several chunks per stage. ZB_H1: see zero_bubble_h1. ZBV, DUALPIPEV: two
+    chunks per stage, placed in a V; see zero_bubble_v and dualpipe_v.
     """
 
     ONE_F_ONE_B = "1f1b"
     ZB_H1 = "zb-h1"
+    ZBV = "zbv"
+    DUALPIPEV = "dualpipev"
 
     __hash__ = object.__hash__
 
@@ -135,7 +148,7 @@ class Schedule(NamedTuple):
     """How the passes of a step are ordered, for any number of stages and microbatches.
 
     group_size: see interleaved_schedule; None means the number of stages. paired: whether a backward and the forward of
-    another microbatch form a pair after the warm-up; only 1F1B has pairs.
+    another microbatch form a pair after the warm-up. ZB_H1 and ZBV have no pairs, and DUALPIPEV always has.
     """
 
     kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B
@@ -161,6 +174,11 @@ def configured_schedule(config: ScheduleConfig) -> Schedule:
         config.microbatch_group_size_per_vp_stage,
         config.overlap_moe_expert_parallel_comm,
     )
+
+
+def pipeline_of(schedule: Schedule, num_stages: int, num_chunks: int) -> Pipeline:
+    """Returns the pipeline of a schedule."""
+    return Pipeline(*placement_of(schedule.kind.value, num_stages, num_chunks))
 
 
 def one_forward_one_backward(
@@ -227,6 +245,117 @@ def zero_bubble_h1(stage: int, num_stages: int, *, num_microbatches: int) -> lis
     return order + [Action(ActionKind.WEIGHT, 0, microbatch) for microbatch in remaining]
 
 
+def zero_bubble_v(stage: int, num_stages: int, *, num_microbatches: int) -> list[Action]:
+    """Lists the ZBV schedule of a stage with two chunks, placed in a V.
+
+    Stages only wait for the first microbatch, if all passes of a chunk take equally long and there are at least
+    2 num_stages - 1 microbatches: num_stages - 1 forwards of a chunk. At most 2 num_stages forwards of a chunk are
+    before their weight pass, as much memory as on the first stage of 1F1B (Qi et al. 2024, "Pipeline Parallelism with
+    Controllable Memory"). Any number of microbatches is allowed.
+    """
+    if num_microbatches <= num_stages:
+        return _v_of_few(stage, num_stages, num_microbatches=num_microbatches)
+    padded = max(num_microbatches, 2 * num_stages - 1)
+    remaining = num_stages - stage
+    order = _numbered(
+        ("F0", 2 * remaining - 1),
+        ("F1 F0", stage),
+        ("F1 b1 W1", remaining),
+        ("F0 b0 W0 F1 b1 W1", padded - 2 * num_stages + stage + 1),
+        ("b0 W0 F1 b1 W1", remaining - 1),
+        ("b0 b1", stage),
+        ("b0 W0", remaining),
+        ("W1", stage),
+        ("W0", stage),
+    )
+    # Missing microbatches are skipped, as in interleaved_schedule.
+    return [action for action in passes(order) if action.microbatch < num_microbatches]
+
+
+def dualpipe_v(stage: int, num_stages: int, *, num_microbatches: int) -> list[Action | Pair]:
+    """Lists the DualPipeV schedule of a stage: two chunks, placed in a V, with pairs of passes of different chunks.
+
+    At most 2 num_stages + 1 forwards of a chunk are before the end of their backward. Weight passes only fill the
+    beginning and the end (DeepSeek-AI 2025, DualPipe; the V is by Sea AI Lab). With fewer than 2 num_stages
+    microbatches, which would leave pairs and stages waiting for each other, the order is that of zero_bubble_v.
+    """
+    if num_microbatches < 2 * num_stages:
+        return list(zero_bubble_v(stage, num_stages, num_microbatches=num_microbatches))
+    following = num_stages - stage - 1
+    half, is_odd = divmod(stage + 1, 2)
+    return _numbered(
+        ("F0", 2 * following),
+        ("F0 F1", stage + 1),
+        ("b1 W1 F1", following),
+        ("B1+F0 B0+F1", num_microbatches - 2 * num_stages + stage + 1),
+        ("B1 B0+F1", following),
+        ("B1 B0", half),
+        ("B1 b0", is_odd),
+        ("b1 b0", half),
+        ("W b0", following),
+        ("W", stage + 1),
+    )
+
+
+def _v_of_few(stage: int, num_stages: int, *, num_microbatches: int) -> list[Action]:
+    """Lists ZBV for at most num_stages microbatches, all of which may be before their weight pass at the same time.
+
+    Each microbatch passes through all parts and back without waiting, two units of time after the previous one. On each
+    stage, no two passes then start at the same time. Weight passes fill what remains.
+    """
+    last = 2 * num_stages - 1
+    starts: dict[int, Action] = {}
+    for microbatch in range(num_microbatches):
+        for kind, chunk, first in (
+            (ActionKind.FORWARD, 0, stage),
+            (ActionKind.FORWARD, 1, last - stage),
+            (ActionKind.BACKWARD, 1, last + 1 + stage),
+            (ActionKind.BACKWARD, 0, 2 * last + 1 - stage),
+        ):
+            starts[first + 2 * microbatch] = Action(kind, chunk, microbatch)
+    order: list[Action] = []
+    held: deque[Action] = deque()
+    clock = 0
+    for start, action in sorted(starts.items()):
+        while held and clock < start:
+            order.append(held.popleft())
+            clock += 1
+        order.append(action)
+        clock = start + 1
+        if action.kind is ActionKind.BACKWARD:
+            held.append(action.of_kind(ActionKind.WEIGHT))
+    return order + list(held)
+
+
+def _numbered(*sections: tuple[str, int]) -> list[Action | Pair]:
+    """Lists passes written as text, each section as often as given, for the next microbatch of kind and chunk.
+
+    F0, B0: forward and full backward of chunk 0. b0: backward whose weight pass comes later. W0: the weight pass of the
+    first of these backwards of chunk 0, and W: of any chunk. B0+F1: a pair.
+    """
+    numbers: Counter[tuple[ActionKind, int]] = Counter()
+    held: list[Action] = []
+
+    def next_action(text: str) -> Action:
+        kind, chunk = ActionKind(text[0].upper()), text[1:]
+        if kind is ActionKind.WEIGHT:
+            backward = next(one for one in held if chunk in ("", str(one.chunk)))
+            held.remove(backward)
+            return backward.of_kind(kind)
+        action = Action(kind, int(chunk), numbers[kind, int(chunk)])
+        numbers[kind, int(chunk)] += 1
+        if text[0] == "b":
+            held.append(action)
+        return action
+
+    order: list[Action | Pair] = []
+    for text, times in sections:
+        for step in text.split() * times:
+            actions = [next_action(part) for part in step.split("+")]
+            order.append(Pair(*actions) if len(actions) == 2 else actions[0])
+    return order
+
+
 def grouped_forwards(num_microbatches: int, num_chunks: int, *, group_size: int) -> list[Action]:
     """Lists a stage's forwards: `group_size` microbatches through each chunk in turn, then the next group."""
     return [
@@ -274,19 +403,18 @@ def stage_orders(
 
     schedule: chooses other orders for several stages. A stage without forwards after the warm-up has no pairs. Neither
     a chunk's first forward nor its last backward is ever in a pair. Raises ValueError for a group that is too small,
-    for several chunks without pipeline stages, and for chunks or pairs that the kind of schedule does not have.
+    for several chunks without pipeline stages, and for chunks, a placement or pairs that the kind of schedule does not
+    have.
     """
     kind, group_size, paired = schedule
-    if kind is ScheduleKind.ZB_H1 and pipeline.num_stages > 1:
-        if pipeline.num_chunks > 1 or paired:
-            raise ValueError(
-                f"schedule {kind.value} with {pipeline.num_chunks} model chunks per stage"
-                f"{' and pairs' if paired else ''}: must have 1 chunk, and no pairs"
-            )
-        return [
-            list(zero_bubble_h1(stage, pipeline.num_stages, num_microbatches=num_microbatches))
-            for stage in range(pipeline.num_stages)
-        ]
+    if pipeline.num_stages > 1:
+        _check_kind(kind, pipeline, paired=paired)
+        listed = _LISTED.get(kind)
+        if listed is not None:
+            return [
+                list(listed(stage, pipeline.num_stages, num_microbatches=num_microbatches))
+                for stage in range(pipeline.num_stages)
+            ]
     if pipeline.num_chunks > 1:
         if pipeline.num_stages == 1:
             raise ValueError(
@@ -303,6 +431,36 @@ def stage_orders(
         one_forward_one_backward(stage, pipeline.num_stages, num_microbatches=num_microbatches, paired=paired)
         for stage in range(pipeline.num_stages)
     ]
+
+
+class _Listed(Protocol):
+    """A schedule that depends on nothing but the numbers of stages and microbatches."""
+
+    def __call__(self, stage: int, num_stages: int, *, num_microbatches: int) -> Order: ...
+
+
+_LISTED: dict[ScheduleKind, _Listed] = {
+    ScheduleKind.ZB_H1: zero_bubble_h1,
+    ScheduleKind.ZBV: zero_bubble_v,
+    ScheduleKind.DUALPIPEV: dualpipe_v,
+}
+
+
+def _check_kind(kind: ScheduleKind, pipeline: Pipeline, *, paired: bool) -> None:
+    """Raises ValueError unless stages and pairs are those of a kind of schedule. pipeline: with several stages."""
+    is_v = kind.value in V_SCHEDULES
+    if is_v != pipeline.is_v or (is_v and pipeline.num_chunks != 2):
+        raise ValueError(
+            f"schedule {kind.value} with {pipeline.num_chunks} model chunks per stage, placed in "
+            f"{'a V' if pipeline.is_v else 'turns'}: must have {'2 chunks in a V' if is_v else 'chunks in turns'}"
+        )
+    if kind is ScheduleKind.ZB_H1 and pipeline.num_chunks > 1:
+        raise ValueError(f"schedule {kind.value} with {pipeline.num_chunks} model chunks per stage: must have 1")
+    if paired and kind in (ScheduleKind.ZB_H1, ScheduleKind.ZBV):
+        raise ValueError(
+            f"schedule {kind.value} with pairs: must have none, because only backwards without passes for "
+            "their weight gradients form pairs"
+        )
 
 
 def forward_only(order: Order) -> list[Action]:

@@ -18,7 +18,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.parallel_state import existing_process_groups, get_virtual_pipeline_model_parallel_world_size
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.runner import ForwardStep, ScheduleRunner
-from megatron.core.pipeline_parallel.schedule import Pipeline, configured_schedule
+from megatron.core.pipeline_parallel.schedule import configured_schedule, pipeline_of
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
 from megatron.core.utils import get_model_config
@@ -102,10 +102,11 @@ def forward_backward(
     config = get_model_config(chunks[0])
     groups = pg_collection or existing_process_groups()
     communicator = _communicator(rest.get("p2p_communicator"), groups, config)
+    schedule = configured_schedule(config)
     programs = pipeline_programs(
-        Pipeline(communicator.num_stages, len(chunks)),
+        pipeline_of(schedule, communicator.num_stages, len(chunks)),
         num_microbatches,
-        configured_schedule(config),
+        schedule,
         without_backward=forward_only,
         overlap=config.overlap_p2p_comm,
     )

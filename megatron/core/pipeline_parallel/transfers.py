@@ -114,7 +114,7 @@ def with_transfers(orders: Orders, pipeline: Pipeline, *, overlap: bool) -> tupl
         keyed: list[tuple[_Key, Transfer]] = []
         for action in passes(order):
             is_forward = action.kind is ActionKind.FORWARD
-            source, target = pipeline.source(stage, action), pipeline.target(stage, action)
+            source, target = pipeline.sender(stage, action), pipeline.receiver(stage, action)
             if source is not None:
                 sent = (spans[source.stage][source.action].end, source.stage, is_forward)
                 keyed.append((sent, Transfer(Direction.RECEIVE, action, source.stage)))
@@ -128,7 +128,7 @@ def with_transfers(orders: Orders, pipeline: Pipeline, *, overlap: bool) -> tupl
             arrived = queue.take((span.start, len(orders)))
             steps += _posted(arrived)
             if overlap:
-                steps += [Await(action) for action in step.passes if pipeline.source(stage, action) is not None]
+                steps += [Await(action) for action in step.passes if pipeline.sender(stage, action) is not None]
                 # Excludes the outputs of this step, which do not exist yet.
                 steps += _posted(queue.take((span.end, stage)))
             else:

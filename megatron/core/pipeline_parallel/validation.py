@@ -47,7 +47,9 @@ def _validate_alone(program: Program, pipeline: Pipeline, *, stage: int) -> None
     for step in program:
         if isinstance(step, (Action, Pair)):
             for action in step.passes:
-                if pipeline.source(stage, action) is not None and action not in there:
+                source = pipeline.source(stage, action)
+                is_here = source is None or (source.action in done if source.stage == stage else action in there)
+                if not is_here:
                     raise ValueError(f"stage {stage} runs {action} without its input")
             done.update(step.passes)
         elif isinstance(step, Await):
@@ -70,12 +72,12 @@ def _validate_transfers(programs: Sequence[Program], pipeline: Pipeline) -> None
     received: dict[tuple[int, int], list[Action]] = {}
     for stage, transfer in ((s, t) for s, p in enumerate(programs) for t in _transfers(p)):
         if transfer.direction is Direction.SEND:
-            target = pipeline.target(stage, transfer.action)
+            target = pipeline.receiver(stage, transfer.action)
             if target is None or target.stage != transfer.peer:
                 raise ValueError(f"stage {stage} must not {transfer}: no pass of stage {transfer.peer} receives it")
             sent.setdefault((stage, transfer.peer), []).append(target.action)
         else:
-            source = pipeline.source(stage, transfer.action)
+            source = pipeline.sender(stage, transfer.action)
             if source is None or source.stage != transfer.peer:
                 raise ValueError(f"stage {stage} must not {transfer}: no pass of stage {transfer.peer} sends it")
             received.setdefault((transfer.peer, stage), []).append(transfer.action)

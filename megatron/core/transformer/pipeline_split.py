@@ -1,12 +1,13 @@
 """Computes the number of layers of each pipeline stage and chunk from the settings.
 
-Part c * stages + s is chunk c of stage s. In this order, the parts make up the model. transformer_block.py builds them.
+Parts are numbered as in pipeline_placement.py. transformer_block.py builds them.
 """
 
 import re
 from itertools import accumulate
 
 from megatron.core.model_parallel_config import ModelParallelConfig
+from megatron.core.pipeline_placement import configured_placement
 
 _GROUP = re.compile(r"\(([^()]*)\)\*(\d+)|([A-Za-z|])\*(\d+)|\(([^()]*)\)(?!\*)")
 
@@ -106,7 +107,8 @@ def _with_given_ends(config: ModelParallelConfig, *, num_layers: int) -> list[in
         raise ValueError(
             f"a stage has {uneven[0]} layers: must be a multiple of the number of virtual stages ({chunks})"
         )
-    return [count // chunks for _ in range(chunks) for count in per_stage]
+    placement = configured_placement(config)
+    return [per_stage[placement.place_of(part).stage] // chunks for part in range(placement.num_parts)]
 
 
 def _from_layout(layout: str, num_parts: int, *, num_layers: int) -> list[int]:

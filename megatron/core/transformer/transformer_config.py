@@ -25,6 +25,7 @@ from megatron.core.model_parallel_config import (
     validate_parallel_layout,
     validate_precision,
 )
+from megatron.core.pipeline_placement import V_SCHEDULES
 from megatron.core.transformer.attention_config import (
     AttentionConfig,
     MLAConfig,
@@ -385,21 +386,43 @@ def validate_schedule(config: TransformerConfig) -> None:
     if kind == "1f1b":
         return
     chunks = config.virtual_pipeline_model_parallel_size or 1
-    if chunks > 1:
+    if kind == "zb-h1" and chunks > 1:
         raise ValueError(
             f"pipeline_schedule is {kind} and virtual_pipeline_model_parallel_size is {chunks}: {kind} has one chunk "
             "per stage, so omit virtual stages, or use 1f1b"
         )
-    given = _given_overlap(config)
+    virtual, stages = config.virtual_pipeline_model_parallel_size, config.pipeline_model_parallel_size
+    if kind in V_SCHEDULES and stages > 1 and virtual != 2:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size is {virtual} and pipeline_schedule is {kind}: must be 2, because "
+            "stages have two chunks each"
+        )
+    if kind == "dualpipev":
+        _validate_pairs(config)
+    given = None if kind == "dualpipev" else _given_overlap(config)
     if given is not None:
         raise ValueError(
             f"pipeline_schedule is {kind} and {given} is True: {kind} has passes for weight gradients, which exchange "
-            "nothing, so omit one of the two"
+            "nothing, so omit one of the two, or use dualpipev"
         )
     if config.cuda_graph_impl == "local" and graphed_modules(config.cuda_graph_modules, [1]):
         raise ValueError(
             f"pipeline_schedule is {kind} and cuda_graph_modules captures parts of layers: a part computes all its "
             "gradients in one replay, so capture the full_iteration, or use 1f1b"
+        )
+
+
+def _validate_pairs(config: TransformerConfig) -> None:
+    """Raises ValueError for settings of overlapped exchanges with which dualpipev cannot run."""
+    if not config.overlap_moe_expert_parallel_comm:
+        raise ValueError(
+            "pipeline_schedule is dualpipev and overlap_moe_expert_parallel_comm is False: dualpipev has pairs of "
+            "passes, of which one computes while the other exchanges rows, so set it, or use zbv"
+        )
+    if config.overlap_dispatch_backward_with_experts_wgrad:
+        raise ValueError(
+            "pipeline_schedule is dualpipev and overlap_dispatch_backward_with_experts_wgrad is True, which holds "
+            "gradients of experts only: dualpipev holds those of all layers, so set delay_wgrad_compute instead"
         )
 
 

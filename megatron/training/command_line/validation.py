@@ -21,6 +21,7 @@ from megatron.core.model_parallel_config import check_multiple
 from megatron.core.num_microbatches_calculator import NumMicroBatches
 from megatron.core.optimizer.optimizer_config import OptimizerConfig, check_whole_matrices
 from megatron.core.parallel_state import DEFAULT_ORDER, rank_grids
+from megatron.core.pipeline_placement import V_SCHEDULES
 from megatron.core.transformer.moe.dispatch_flex import require_flex_backend
 from megatron.core.transformer.moe_config import MoEConfig, validate_moe_layer_freq
 from megatron.core.transformer.offload_config import recomputed_parts
@@ -272,6 +273,13 @@ def derive_virtual_stages(args: argparse.Namespace) -> Iterator[str]:
             )
             return
         pieces = args.num_layers // (stages * layers)
+    if args.pipeline_schedule in V_SCHEDULES and stages > 1:
+        if pieces not in (None, 2):
+            yield (
+                f"--pipeline-schedule is {args.pipeline_schedule}: its stages have 2 virtual stages each, not {pieces}"
+            )
+            return
+        pieces = 2
     if pieces is not None and pieces > 1:
         if stages == 1:
             yield f"--pipeline-model-parallel-size is 1: {pieces} virtual stages per rank need at least 2"

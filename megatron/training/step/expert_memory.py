@@ -21,7 +21,7 @@ from megatron.core.device import default_device, keep_cpu_heap
 from megatron.core.group_collectives import all_ranks_agree, gather_objects
 from megatron.core.pipeline_parallel.expansion import EventKind as ExpertEventKind
 from megatron.core.pipeline_parallel.expansion import ExpertEvent, expand, kept_events
-from megatron.core.pipeline_parallel.schedule import Pipeline, configured_schedule, stage_orders
+from megatron.core.pipeline_parallel.schedule import configured_schedule, pipeline_of, stage_orders
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.expert_step import ExpertStep
@@ -155,8 +155,8 @@ class ExpertSchedule:
         self.layers = [[part for part in chunk.modules() if isinstance(part, MoELayer)] for chunk in chunks]
         self._layer_map = [[layer.router.layer_number for layer in layers] for layers in self.layers]
         self._segments = _recomputed_segments(chunks)
-        self._pipeline = Pipeline(group_size(groups.pp), len(chunks))
         self._stage, self._order = group_rank(groups.pp), configured_schedule(config)
+        self._pipeline = pipeline_of(self._order, group_size(groups.pp), len(chunks))
         self._with_weights = keeps_pages_for_weights(config)
         self.events = lru_cache(maxsize=16)(self._events)
 

@@ -179,7 +179,7 @@ class StatisticsExchange:
         known = [*exit_reasons, padding.tokens, padding.squares]
         values = self._sum_sync(totals, required, known=known, extras=extras)
         if values[0] > 0:
-            self._learn_names(totals)
+            self._learn_names(totals, required)
             values = self._sum_sync(totals, required, known=known, extras=extras)
         num_names, marks = len(self._names), 1 + len(known)
         num_requiring, pairs = values[marks : marks + num_names], values[marks + num_names : marks + 3 * num_names]
@@ -223,11 +223,12 @@ class StatisticsExchange:
             dist.all_reduce(vector, group=self._group)
         return vector.tolist()
 
-    def _learn_names(self, own: Collection[str]) -> None:
-        by_rank = gather_objects(list(own), self._group)
-        # Last stage first, so that the log shows the loss of the model before the losses of its routers.
-        names = [name for names in reversed(by_rank) for name in names]
-        self._names = tuple(dict.fromkeys([*self._names, *names]))
+    def _learn_names(self, own: Collection[str], required: Collection[str]) -> None:
+        by_rank = gather_objects([(name in required, name) for name in own], self._group)
+        names = [one for names in reversed(by_rank) for one in names]
+        # The log shows the loss of the model before the losses of its routers, whichever stage computes it.
+        first = [name for is_required, name in names if is_required]
+        self._names = tuple(dict.fromkeys([*self._names, *first, *(name for _, name in names)]))
 
 
 def _take_auxiliary_losses(model: Sequence[nn.Module], *, with_load: bool) -> tuple[Totals, LayerTotals | None]:

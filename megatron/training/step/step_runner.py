@@ -26,10 +26,10 @@ from megatron.core.device.torch_internals import tree_map
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.graphs.capture import CaptureFailedError
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.pipeline_placement import Placement
+from megatron.core.pipeline_placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.timers import Timers
-from megatron.core.utils import unwrap_model
+from megatron.core.utils import get_model_config, unwrap_model
 from megatron.training.callbacks.lines import print_rank_0
 from megatron.training.checkpointing.rng_state import RngState, capture_rng, restore_rng, same_rng
 from megatron.training.step.statistics import Overflow, RecordsAuxLosses, Reports, StatisticsExchange, StepStatistics
@@ -346,7 +346,8 @@ class StepRunner:
 
         The first and the last chunk of the pipeline read batches, for tokens and labels.
         """
-        stage, placement = group_rank(self.groups.pp), Placement(group_size(self.groups.pp), len(self.model))
+        stage, schedule = group_rank(self.groups.pp), get_model_config(self.model[0]).pipeline_schedule
+        placement = placement_of(schedule, group_size(self.groups.pp), len(self.model))
         # Attention in other chunks uses masks and document boundaries, and routers use padding masks. Reading them is
         # cheaper than receiving them.
         everywhere = self.resets_attention_mask or (self.has_experts and marks_padding(iterator))
