@@ -20,11 +20,13 @@ from megatron.core.pipeline_parallel.schedule import (
     Schedule,
     ScheduleKind,
     forward_only,
+    pipeline_of,
     stage_orders,
 )
 from megatron.core.pipeline_parallel.timeline import Interval, Timeline, bubble_share, timeline
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.pipeline_parallel.validation import validate_programs
+from megatron.core.pipeline_placement import V_SCHEDULES
 from megatron.version_flag import PrintVersions
 
 # Name and colors of each kind of pass by chunk, from light to dark.
@@ -41,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = _parser().parse_args(argv)
     try:
         check_options(options)
-        pipeline = Pipeline(options.stages, options.chunks)
         schedule = Schedule(ScheduleKind(options.schedule), options.group_size, options.paired)
+        pipeline = pipeline_of(schedule, options.stages, chunks_of(options))
         orders: Orders = stage_orders(pipeline, options.microbatches, schedule)
         programs = pipeline_programs(
             pipeline,
@@ -72,11 +74,22 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def check_options(options: argparse.Namespace) -> None:
     """Raises ValueError for an invalid number of stages, chunks or microbatches, or an invalid stage."""
-    for name in ("stages", "chunks", "microbatches"):
-        if vars(options)[name] < 1:
-            raise ValueError(f"--{name} is {vars(options)[name]}: must be at least 1")
+    for name, number in (
+        ("stages", options.stages),
+        ("chunks", chunks_of(options)),
+        ("microbatches", options.microbatches),
+    ):
+        if number < 1:
+            raise ValueError(f"--{name} is {number}: must be at least 1")
     if options.steps is not None and not 0 <= options.steps < options.stages:
         raise ValueError(f"--steps is {options.steps}: must be a stage, from 0 to {options.stages - 1}")
+
+
+def chunks_of(options: argparse.Namespace) -> int:
+    """Returns the number of chunks per stage: as given, 2 for several stages placed in a V, or 1."""
+    if options.chunks is not None:
+        return int(options.chunks)
+    return 2 if options.schedule in V_SCHEDULES and options.stages > 1 else 1
 
 
 def caption(spans: Timeline, num_microbatches: int) -> str:
@@ -223,7 +236,11 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--version", action=PrintVersions)
     parser.add_argument("--stages", type=int, default=4, help="pipeline stages")
-    parser.add_argument("--chunks", type=int, default=1, help="virtual stages per pipeline stage")
+    parser.add_argument(
+        "--chunks",
+        type=int,
+        help="virtual stages per pipeline stage; default: 2 with a schedule that places them in a V, and otherwise 1",
+    )
     parser.add_argument("--microbatches", type=int, default=8, help="micro-batches per step")
     parser.add_argument(
         "--group-size", type=int, help="consecutive micro-batches of a chunk; default: the number of stages"

@@ -19,6 +19,10 @@ def test_a_schedule_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureF
     assert len(drawn.findall("{*}rect")) == 1 + 8 + 2 and len(drawn.findall("{*}line")) == 4
     main(["--stages", "2", "--chunks", "2", "--microbatches", "1", "--forward-only"])
     assert capsys.readouterr().out.splitlines()[0] == "stage 0   F0.0 .....F1.0"
+    main(["--stages", "2", "--schedule", "zbv", "--microbatches", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "stage 0   F0.0 ..........F1.0 B1.0 W1.0 .....B0.0 W0.0"
+    assert lines[1] == "stage 1   .....F0.0 F1.0 ..........B1.0 B0.0 W1.0 W0.0"
 
 
 def test_the_passes_of_a_pair_are_shown_as_one_box(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,14 +15,17 @@ from megatron.core.pipeline_parallel.schedule import (
     ScheduleKind,
     forward_only,
     forwards_ahead,
+    held_backwards,
     interleaved_schedule,
     passes,
+    pipeline_of,
     stage_orders,
     validate_schedule,
 )
 from megatron.core.pipeline_parallel.timeline import bubble_share, timeline
 from megatron.core.pipeline_parallel.transfers import Await, Direction, Post, Program, Transfer, pipeline_programs
 from megatron.core.pipeline_parallel.validation import validate_programs
+from megatron.core.pipeline_placement import Placement
 from megatron.core.transformer.moe.paged_stash.stash_order import StashOrder
 from megatron.training.step.expert_memory import stash_events
 from tests.counts import long_count
@@ -34,31 +37,82 @@ def test_every_schedule_runs_to_its_end() -> None:
     for stages, chunks, microbatches in product(*sizes):
         if stages == 1 and chunks > 1:
             continue
-        pipeline = Pipeline(stages, chunks)
-        schedules = [Schedule(), Schedule(paired=True), *([Schedule(ScheduleKind.ZB_H1)] if chunks == 1 else [])]
+        schedules = [Schedule(), Schedule(paired=True), *(Schedule(kind) for kind in OF_CHUNKS.get(chunks, ()))]
         for overlap, without_backward, schedule in product((False, True), (False, True), schedules):
+            pipeline = pipeline_of(schedule, stages, chunks)
             options = {"overlap": overlap, "without_backward": without_backward}
             programs = pipeline_programs(pipeline, microbatches, schedule, **options)
             validate_programs(programs, pipeline)
-            kinds = {ActionKind.FORWARD} if without_backward else set(ActionKind)
-            if schedule.kind is ScheduleKind.ONE_F_ONE_B or stages == 1:
-                kinds.discard(ActionKind.WEIGHT)
+            kinds = {ActionKind.FORWARD} if without_backward else {ActionKind.FORWARD, ActionKind.BACKWARD}
             expected = {Action(*one) for one in product(kinds, range(chunks), range(microbatches))}
+            splits_all = schedule.kind in (ScheduleKind.ZB_H1, ScheduleKind.ZBV) and stages > 1 and not without_backward
             for program in programs:
-                ran = passes([step for step in program if isinstance(step, (Action, Pair))])
-                assert len(ran) == len(expected) and set(ran) == expected
+                order = [step for step in program if isinstance(step, (Action, Pair))]
+                ran = passes(order)
+                weights = [action for action in ran if action.kind is ActionKind.WEIGHT]
+                assert len(ran) - len(weights) == len(expected) and set(ran) - set(weights) == expected
+                assert len(weights) == len(held_backwards(order))
+                assert len(weights) == chunks * microbatches if splits_all else stages > 1 or not weights
 
 
-@pytest.mark.parametrize(("stages", "microbatches", "units"), [(4, 8, 27), (8, 24, 79), (4, 4, 15), (2, 1, 5)])
-def test_zb_h1_reaches_its_lower_bound(stages: int, microbatches: int, units: int) -> None:
-    # The first stage waits for one forward of each other stage, and computes 3 M. With few microbatches, the last
-    # stage's first backward ends late.
-    pipeline = Pipeline(stages)
-    spans = timeline(stage_orders(pipeline, microbatches, Schedule(ScheduleKind.ZB_H1)), pipeline)
+# One stage has one chunk, whatever the schedule.
+OF_CHUNKS = {1: (ScheduleKind.ZB_H1,), 2: (ScheduleKind.ZBV, ScheduleKind.DUALPIPEV)}
+
+
+# Stages wait for the first forward only. With few microbatches, the first backward of the first part ends late.
+@pytest.mark.parametrize(
+    ("kind", "stages", "microbatches", "units"),
+    [
+        *((ScheduleKind.ZB_H1, *sizes) for sizes in ((4, 8, 27), (8, 24, 79), (4, 4, 15), (2, 1, 5))),
+        *((ScheduleKind.ZBV, *sizes) for sizes in ((4, 8, 51), (8, 24, 151), (4, 4, 27), (8, 5, 43), (2, 1, 9))),
+        *((ScheduleKind.DUALPIPEV, *sizes) for sizes in ((4, 8, 54), (8, 24, 158), (2, 4, 26), (8, 5, 43))),
+    ],
+)
+def test_weight_passes_shorten_the_step(kind: ScheduleKind, stages: int, microbatches: int, units: int) -> None:
+    chunks = 1 if kind is ScheduleKind.ZB_H1 else 2
+    pipeline = pipeline_of(Schedule(kind), stages, chunks)
+    spans = timeline(stage_orders(pipeline, microbatches, Schedule(kind)), pipeline)
     ends = [max(span.end for span in stage.values()) for stage in spans]
     assert max(ends) == units
     if microbatches >= stages:
-        assert units == 3 * microbatches + stages - 1
+        # Pairs keep the passes of two microbatches together, at the cost of one forward for each other stage.
+        waits = (stages - 1) * (2 if kind is ScheduleKind.DUALPIPEV else 1)
+        assert units == 3 * chunks * microbatches + waits
+
+
+@pytest.mark.parametrize("stages", [2, 3, 8])
+@pytest.mark.parametrize("microbatches", [1, 3, 8, 17])
+def test_a_v_holds_no_more_chunks_than_the_first_stage_of_1f1b(stages: int, microbatches: int) -> None:
+    for kind, limit in ((ScheduleKind.ZBV, 2 * stages), (ScheduleKind.DUALPIPEV, 2 * stages + 1)):
+        for order in stage_orders(Pipeline(stages, 2, True), microbatches, Schedule(kind)):
+            frees = dict.fromkeys(held_backwards(order), 0)
+            steps = [1 if one.kind is ActionKind.FORWARD else frees.get(one, -1) for one in passes(order)]
+            held = list(accumulate(steps))
+            assert max(held) <= min(limit, 2 * microbatches)
+
+
+def test_a_v_is_the_placement_of_its_schedules_only() -> None:
+    placement = Placement(3, 4, True)
+    assert [placement.parts_of(stage) for stage in range(3)] == [[0, 5, 6, 11], [1, 4, 7, 10], [2, 3, 8, 9]]
+    assert [placement.place_of(part) for part in (0, 3, 11)] == [(0, 0), (2, 1), (0, 3)]
+    assert (placement.loss_stage, Placement(3, 4).loss_stage) == (0, 2)
+    for pipeline, schedule, message in (
+        (Pipeline(4, 2), Schedule(ScheduleKind.ZBV), "zbv with 2 model chunks per stage, placed in turns"),
+        (Pipeline(4, 2, True), Schedule(), "1f1b with 2 model chunks per stage, placed in a V"),
+        (Pipeline(4, 1, True), Schedule(ScheduleKind.DUALPIPEV), "dualpipev with 1 model chunks"),
+        (Pipeline(4, 2, True), Schedule(ScheduleKind.ZBV, paired=True), "zbv with pairs"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            stage_orders(pipeline, 8, schedule)
+
+
+def test_a_stage_cannot_hand_over_what_it_has_not_computed() -> None:
+    pipeline = Pipeline(2, 2, True)
+    programs = pipeline_programs(pipeline, 1, Schedule(ScheduleKind.ZBV))
+    first, second = (next(step for step in programs[1] if str(step) == name) for name in ("F0.0", "F1.0"))
+    swapped = [{first: second, second: first}.get(step, step) for step in programs[1]]
+    with pytest.raises(ValueError, match=r"stage 1 runs F1\.0 without its input"):
+        validate_programs([programs[0], tuple(swapped)], pipeline)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 8, 20])
