@@ -11,8 +11,9 @@ import torch
 
 from megatron.training.training import run_step
 from tests.counts import long_count
+from tests.distributed.pair_runs import PAIRS
 from tests.distributed.parity import Box, boxes_of_state, layout, put_together
-from tests.distributed.tiny_runs import started_run
+from tests.distributed.tiny_runs import check_relay, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 from tests.harness import run_on_ranks
 
@@ -35,16 +36,21 @@ MODEL: Flags = {
     "micro-batch-size": 1,
     "global-batch-size": RANKS,
 }
-LAYOUTS = [
+ALLTOALL: Flags = {"moe-token-dispatcher-type": "alltoall"}
+ZBV: Flags = {"pipeline-schedule": "zbv"}
+DUALPIPEV: Flags = {"pipeline-schedule": "dualpipev", **PAIRS, **ALLTOALL}
+LAYOUTS: list[Flags] = [
     layout(2, pp=2, vpp=2, ep=2),
     layout(ep=8),
+    {**layout(2, pp=2, ep=2), **ZBV},
     layout(4, ep=2, etp=4),
+    {**layout(pp=2, ep=4), **DUALPIPEV},
     layout(cp=2, pp=4, etp=2),
     layout(2, 2, 2, ep=4),
     layout(),
-][: long_count(3, soak=6)]
+][: long_count(4, soak=8)]
 # Covers loads from sharded states to sharded and unsharded ones, and from unsharded states to sharded ones.
-SHARDED = (0, 1, 3, 4)
+SHARDED = (0, 1, 2, 4, 5, 6)
 
 
 @pytest.mark.slow
@@ -79,3 +85,13 @@ def _states(argvs: Sequence[Sequence[str]]) -> list[list[Box]]:
             run.save_checkpoint()
             states.append(boxes_of_state(run))
     return states
+
+
+RELAY: Flags = {**MODEL, **ALLTOALL, "train-iters": 8, "mtp-num-layers": 1, "use-distributed-optimizer": True}
+
+
+@pytest.mark.slow
+def test_runs_go_on_from_checkpoints_of_other_placements_bit_for_bit(tmp_path: Path) -> None:
+    plain, virtual = layout(pp=2, ep=2), layout(pp=2, vpp=2, ep=2)
+    argvs = [command_line({**RELAY, **flags}) for flags in (plain, {**plain, **ZBV}, virtual, {**plain, **DUALPIPEV})]
+    run_on_ranks(check_relay, 4, argvs, [1, 2, 3, 0], str(tmp_path), timeout=300)
