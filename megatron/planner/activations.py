@@ -189,7 +189,7 @@ def moments(order: Order, num_chunks: int) -> Iterator[Moment]:
     for step in order:
         if isinstance(step, Pair):
             alive[step.backward.chunk] -= 1
-            yield Moment(tuple(alive), (step.backward.chunk, step.forward.chunk))
+            yield Moment(tuple(alive), (step.backward.chunk, step.forward.chunk), tuple(held))
             alive[step.forward.chunk] += 1
         elif step.kind is ActionKind.FORWARD:
             alive[step.chunk] += 1

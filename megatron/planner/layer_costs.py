@@ -21,7 +21,7 @@ from megatron.core.distributed.data_parallel_base import _BaseDataParallel
 from megatron.core.distributed.param_and_grad_buffer import BufferKind, buffer_kind
 from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.schedule import ScheduleKind, configured_schedule
-from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.param_attributes import param_facts
 from megatron.core.transformer.moe.aux_losses import AuxLossRecorder
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
@@ -35,7 +35,7 @@ from megatron.planner.plan import (
     ForwardStep,
     as_rank,
     batch_of,
-    pipeline_of,
+    ranks_of_pipeline,
     saved_by,
     with_known_rows,
     with_planned_device,
@@ -322,7 +322,8 @@ def probe_config(run_config: RunConfig, pattern: Sequence[LayerKind], *, has_all
     """Returns the settings of a short model with layers of these kinds.
 
     The short run uses the fewest ranks that the layout allows, or all data-parallel ranks (has_all_replicas). If the
-    run has a pipeline, the short run has two stages, of which the first contains only the embedding.
+    run has a pipeline, the short run has two stages with one chunk each, of which the first contains only the
+    embedding.
     """
     transformer = run_config.transformer
     changed: dict[str, Any] = {"num_layers": len(pattern), "ddp_debug": False}
@@ -352,6 +353,7 @@ def probe_config(run_config: RunConfig, pattern: Sequence[LayerKind], *, has_all
         pipeline_model_parallel_layout=f"E|{'t' * len(pattern)}{further}L" if stages > 1 else None,
         pipeline_model_parallel_size=stages,
         virtual_pipeline_model_parallel_size=None,
+        pipeline_schedule=ScheduleKind.ONE_F_ONE_B.value,
         decoder_first_pipeline_num_layers=None,
         decoder_last_pipeline_num_layers=None,
         account_for_embedding_in_pipeline_split=False,
@@ -382,7 +384,7 @@ def measure_memory(
     kinds = distinct_kinds(run_config.transformer)
     probe = with_known_rows(probe_config(run_config, [kind for kind in kinds for _ in range(of_each_kind)]))
     parts: dict[str, PartCost] = {}
-    for stage, rank in enumerate(pipeline_of(probe, 0)):
+    for stage, rank in enumerate(ranks_of_pipeline(probe, 0)):
         with as_rank(probe, rank):
             # Wrapped in DDP, because layers save different tensors if weight gradients accumulate into buffers.
             model = build_model(model_provider, probe)[0]
@@ -506,10 +508,15 @@ def measure_work(
     kinds = distinct_kinds(run_config.transformer)
     pattern = [kind for kind in kinds for _ in range(of_each_kind)]
     probe = probe_config(run_config, pattern, has_all_replicas=has_all_replicas)
+    # The short model has one chunk per stage.
+    has_weight_passes = configured_schedule(run_config.transformer).kind is not ScheduleKind.ONE_F_ONE_B
+    is_split = has_weight_passes and probe.transformer.pipeline_model_parallel_size > 1
     stages = []
-    for rank in pipeline_of(probe, 0):
+    for rank in ranks_of_pipeline(probe, 0):
         with as_rank(probe, rank) as groups:
-            stages.append(_trace_stage(probe, model_provider, forward_step=forward_step, groups=groups))
+            stages.append(
+                _trace_stage(probe, model_provider, forward_step=forward_step, groups=groups, is_split=is_split)
+            )
     parts, step = stages[-1]
     layers = {
         kind: parts.get(f"layer {(number + 1) * of_each_kind - 1}", PartWork()) for number, kind in enumerate(kinds)
@@ -532,22 +539,25 @@ def _trace_stage(
     *,
     forward_step: ForwardStep,
     groups: ProcessGroupCollection,
+    is_split: bool,
 ) -> tuple[dict[str, PartWork], StepWork]:
-    """Runs a step of one stage of the short model. Returns the work of each part, and the work once per step."""
+    """Runs a step of one stage of the short model. Returns the work of each part, and the work once per step.
+
+    is_split: whether the work of weight passes is measured, too.
+    """
     model, optimizer, _ = build_model_and_optimizer(model_provider, run_config)
     recorder, split = (
         _PartRecorder(model[0], live_rows=live_rows(model, run_config), spans=_param_spans(model[0])) for _ in range(2)
     )
     messages = _PartMessages(groups, recorder)
-    is_split = configured_schedule(run_config.transformer).kind is ScheduleKind.ZB_H1 and group_size(groups.pp) > 1
     with traced_steps(
         run_config, model, optimizer=optimizer, forward_step=forward_step, groups=groups, note=noted_by(recorder, split)
     ) as traced:
         with recorder.recording():
-            traced.step(1, batch=batch_of(run_config), modes=[messages], schedule=ScheduleKind.ONE_F_ONE_B)
+            traced.step(1, batch=batch_of(run_config), modes=[messages])
         if is_split:
             with split.recording():
-                traced.step(1, batch=batch_of(run_config), modes=[])
+                traced.step(1, batch=batch_of(run_config), modes=[], schedule=ScheduleKind.ZB_H1)
     once = [
         one
         for one in messages.take()

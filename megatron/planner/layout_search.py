@@ -18,8 +18,9 @@ from megatron.core.distributed.distributed_data_parallel_config import Distribut
 from megatron.core.pipeline_parallel.schedule import (
     Pipeline,
     Schedule,
+    ScheduleKind,
     configured_schedule,
-    forwards_ahead,
+    pipeline_of,
     stage_orders,
 )
 from megatron.planner.layer_costs import (
@@ -38,6 +39,7 @@ from megatron.planner.stage_costs import (
     Shape,
     in_node_ranks,
     model_states,
+    num_pairs,
     peak_activations,
     quick_stages,
     shape_of,
@@ -375,10 +377,12 @@ class LayoutCosts:
 
     def _shape(self, layout: Layout) -> Shape:
         key = (layout.stages, layout.counts)
+        schedule = self._space.schedule
         if key not in self._layers:
             kinds = iter(self._kinds)
             layers = tuple(tuple(islice(kinds, count)) for count in layout.counts)
-            self._layers[key] = layers, _distinct_stages(layers, layout.stages), _stage_kinds(layers, layout.stages)
+            pipeline = pipeline_of(schedule, layout.stages, layout.chunks)
+            self._layers[key] = layers, _distinct_stages(layers, pipeline), _stage_kinds(layers, pipeline)
         data = self._space.world_size // layout.model_ranks
         return Shape(
             self._space.world_size,
@@ -390,7 +394,7 @@ class LayoutCosts:
             layout.expert_tensor,
             self._layers[key][0],
             num_microbatches=self._space.global_batch // (data * layout.micro_batch),
-            schedule=configured_schedule(self._run_config.transformer),
+            schedule=schedule,
         )
 
     def _distinct(self, layout: Layout) -> list[int]:
@@ -563,7 +567,8 @@ class LayoutCosts:
             ]
             return estimate_step(
                 loads,
-                stage_orders(shape.pipeline, num_microbatches, schedule),
+                num_microbatches,
+                schedule,
                 device=self._device,
                 overlap=overlap_of(run_config),
                 in_node=in_node_ranks(shape, self._device.devices_per_node),
@@ -581,21 +586,21 @@ def _sharding_of(ddp_config: DistributedDataParallelConfig) -> Sharding:
     return Sharding.STATES if ddp_config.use_distributed_optimizer else Sharding.NOTHING
 
 
-def _distinct_stages(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> list[int]:
+def _distinct_stages(layers: Sequence[tuple[LayerKind, ...]], pipeline: Pipeline) -> list[int]:
     found: dict[tuple[object, ...], int] = {}
     last = len(layers) - 1
-    for stage in range(stages):
-        numbers = range(stage, len(layers), stages)
-        found.setdefault(tuple((layers[n], n == 0, n == last) for n in numbers), stage)
+    for stage in range(pipeline.num_stages):
+        found.setdefault(tuple((layers[n], n == 0, n == last) for n in pipeline.parts_of(stage)), stage)
     return list(found.values())
 
 
-def _stage_kinds(layers: Sequence[tuple[LayerKind, ...]], stages: int) -> list[Counter[LayerKind | str]]:
+def _stage_kinds(layers: Sequence[tuple[LayerKind, ...]], pipeline: Pipeline) -> list[Counter[LayerKind | str]]:
     """Counts, for each stage, the layers of each kind, the embeddings and the model ends."""
     found: list[Counter[LayerKind | str]] = []
-    for stage in range(stages):
-        kinds: Counter[LayerKind | str] = Counter(kind for part in layers[stage::stages] for kind in part)
-        kinds[EMBEDDING], kinds[END] = int(stage == 0), int(stage == stages - 1)
+    for stage in range(pipeline.num_stages):
+        parts = pipeline.parts_of(stage)
+        kinds: Counter[LayerKind | str] = Counter(kind for part in parts for kind in layers[part])
+        kinds[EMBEDDING], kinds[END] = int(0 in parts), int(len(layers) - 1 in parts)
         found.append(kinds)
     return found
 
@@ -647,17 +652,27 @@ def quick_seconds(
     forward.
     """
     slowest = max(stages, key=lambda one: one.total)
-    # Weight passes of other microbatches fill the time of two of them in each stage: (P - 1) (F + B - 2 W) remains.
-    weights = sum(one.weights for one in stages) - slowest.weights
-    filling = max(0.0, sum(one.total for one in stages) - slowest.total - 2 * weights) / shape.chunks
+    filling = sum(_idle_time(one, shape.schedule.kind) for one in stages) - _idle_time(slowest, shape.schedule.kind)
+    filling /= shape.chunks
     times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
     late = max(0.0, reduced - times * slowest.backward) + max(0.0, gathered - slowest.forward)
-    hidden = 0.0
-    if shape.schedule.paired:
-        ahead = forwards_ahead(stages.index(slowest), shape.pipeline, group_size=shape.schedule.group_size, paired=True)
-        in_pairs = max(0.0, shape.num_microbatches - ahead / shape.chunks)
-        hidden = in_pairs * (slowest.exposed - slowest.in_pairs)
+    in_pairs = num_pairs(shape, stage=stages.index(slowest)) / shape.chunks
+    hidden = in_pairs * (slowest.exposed - slowest.in_pairs)
     return shape.num_microbatches * slowest.total - hidden + filling + late + updated
+
+
+def _idle_time(stage: PassSeconds, kind: ScheduleKind) -> float:
+    """Returns the time for which other stages wait for the passes of a stage's chunks, in seconds."""
+    idle = {
+        ScheduleKind.ONE_F_ONE_B: stage.total,
+        # Weight passes of other microbatches fill the time of two of them: F + B - 2 W remains.
+        ScheduleKind.ZB_H1: stage.total - 2 * stage.weights,
+        # The first microbatch passes through chunk 0 of all stages.
+        ScheduleKind.ZBV: stage.forward,
+        # As for ZBV, and pairs delay the backwards of later microbatches by F + B - 2 W.
+        ScheduleKind.DUALPIPEV: stage.total + stage.backward - 3 * stage.weights,
+    }
+    return max(0.0, idle[kind])
 
 
 def data_traffic(weights: Mapping[bool, tuple[int, int]], shape: Shape, *, sharding: Sharding) -> tuple[Traffic, ...]:

@@ -14,8 +14,9 @@ from itertools import product
 from typing import Any
 
 from megatron.core.datasets.data_config import DataConfig
-from megatron.core.model_parallel_config import ExpertOverlapConfig
-from megatron.core.pipeline_parallel.schedule import ScheduleKind, configured_schedule
+from megatron.core.model_parallel_config import ExpertOverlapConfig, ModelParallelConfig
+from megatron.core.pipeline_parallel.schedule import ONE_F_ONE_B, Schedule, ScheduleKind, configured_schedule
+from megatron.core.pipeline_placement import V_SCHEDULES
 from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.planner.layer_costs import LayerKind, layer_kinds
@@ -140,7 +141,7 @@ class Space:
     layer_costs, end_cost: relative costs of each layer and of the model's end, for an even split. recompute_modules:
     arguments of --recompute-modules by choice. further_layers: number of multi-token prediction layers. fixed: maps
     fields of Layout to their only allowed value; None means that the user's flags decide and no flags are added.
-    max_chunks: largest number of model chunks per stage.
+    schedule: schedule of all layouts.
     """
 
     world_size: int
@@ -155,7 +156,7 @@ class Space:
     recompute_modules: Mapping[Recompute, tuple[str, ...]]
     further_layers: int = 0
     fixed: Mapping[str, Any] = field(default_factory=dict)
-    max_chunks: int = _MAX_CHUNKS
+    schedule: Schedule = ONE_F_ONE_B
 
     def layouts(self) -> Iterator[Layout]:
         """Yields every layout whose sizes evenly divide the ranks, batch, layers and experts."""
@@ -203,7 +204,9 @@ class Space:
         if layout.stages == 1:
             return []
         if len(set(layout.counts)) == 1:
-            return ["--num-virtual-stages-per-pipeline-rank", str(layout.chunks)] if layout.chunks > 1 else []
+            # A V has two chunks without a flag.
+            is_flagged = layout.chunks > 1 and not self._is_v
+            return ["--num-virtual-stages-per-pipeline-rank", str(layout.chunks)] if is_flagged else []
         return ["--pipeline-model-parallel-layout", layout_text(layout.counts, further_layers=self.further_layers)]
 
     def _counts(self, parts: int) -> tuple[int, ...] | None:
@@ -230,8 +233,16 @@ class Space:
         return self._sizes("context", powers_of_2(max(1, self.seq_length // _MIN_CONTEXT_PART)))
 
     def _chunk_sizes(self, stages: int) -> list[int]:
-        most = min(self.max_chunks, self.num_layers // stages) if stages > 1 else 1
+        if stages == 1:
+            return self._sizes("chunks", [1])
+        if self._is_v:
+            return [2] if self.num_layers >= 2 * stages else []
+        most = 1 if self.schedule.kind is ScheduleKind.ZB_H1 else min(_MAX_CHUNKS, self.num_layers // stages)
         return self._sizes("chunks", powers_of_2(most))
+
+    @property
+    def _is_v(self) -> bool:
+        return self.schedule.kind.value in V_SCHEDULES
 
     def _micro_batches(self, data: int) -> list[int]:
         sizes = self._sizes("micro_batch", _MICRO_BATCHES)
@@ -295,6 +306,7 @@ def read_request(words: Sequence[str], *, world_size: int, devices_per_node: int
         world_size=world_size,
         devices_per_node=devices_per_node,
         fixed={**_fixed_choices(completed, given), **_fixed_split(completed, given)},
+        schedule=configured_schedule(config_from_args(ModelParallelConfig, completed)),
     )
     return Request((*words, *added), run_config, space, tuple(added))
 
@@ -344,6 +356,9 @@ def _on_one_rank_per_stage(args: argparse.Namespace, *, stages: int = 1) -> RunC
     args.sequence_parallel = False
     for one in fields(ExpertOverlapConfig):
         setattr(args, one.name, False)
+    if args.pipeline_schedule == ScheduleKind.DUALPIPEV.value:
+        # The same chunks, without exchanges that overlap.
+        args.pipeline_schedule = ScheduleKind.ZBV.value
     return run_config_of(validate_args(args))
 
 
@@ -366,7 +381,9 @@ def _fixed_split(args: argparse.Namespace, given: Set[str]) -> dict[str, Any]:
     return {"counts": tuple(counts), "chunks": transformer.virtual_pipeline_model_parallel_size or 1}
 
 
-def _space_of(run_config: RunConfig, *, world_size: int, devices_per_node: int, fixed: Mapping[str, Any]) -> Space:
+def _space_of(
+    run_config: RunConfig, *, world_size: int, devices_per_node: int, fixed: Mapping[str, Any], schedule: Schedule
+) -> Space:
     kinds = layer_kinds(run_config.transformer)
     transformer = run_config.transformer
     flops, end = layer_flops(run_config, kinds)
@@ -383,7 +400,7 @@ def _space_of(run_config: RunConfig, *, world_size: int, devices_per_node: int, 
         recompute_modules=recompute_modules(transformer),
         further_layers=transformer.mtp_num_layers or 0,
         fixed=fixed,
-        max_chunks=1 if configured_schedule(transformer).kind is ScheduleKind.ZB_H1 else _MAX_CHUNKS,
+        schedule=schedule,
     )
 
 

@@ -26,12 +26,13 @@ from megatron.core.pipeline_parallel.schedule import (
     ActionKind,
     Order,
     Pair,
-    Pipeline,
     Schedule,
     ScheduleKind,
     configured_schedule,
+    pipeline_of,
     stage_orders,
 )
+from megatron.core.pipeline_placement import configured_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -310,7 +311,7 @@ def plan_run(
     stages: list[RankPlan] = []
     stashed: list[Sequence[StashEvent]] = []
     traces = _Traces()
-    for stage, rank in enumerate(pipeline_of(run_config, rank_in_stage)):
+    for stage, rank in enumerate(ranks_of_pipeline(run_config, rank_in_stage)):
         if only_stages is not None and stage not in only_stages:
             continue
         with as_rank(run_config, rank) as groups:
@@ -350,7 +351,7 @@ def pipeline_number_of(run_config: RunConfig, rank: int) -> int:
     return next(number for number, ranks in enumerate(_pipelines(run_config)) if rank in ranks)
 
 
-def pipeline_of(run_config: RunConfig, number: int) -> list[int]:
+def ranks_of_pipeline(run_config: RunConfig, number: int) -> list[int]:
     """Returns the ranks of one pipeline, in the order of stages. number: index of the pipeline in the layout."""
     return _pipelines(run_config)[number]
 
@@ -439,7 +440,8 @@ class _RankBuild:
 
     def _activations_by_schedule(self, trace: StageTrace) -> dict[ScheduleKind, int]:
         pages, kinds = self._pages(), possible_schedules(self._run_config)
-        orders = {kind: self._passes(self._num_microbatches, Schedule(kind)) for kind in kinds}
+        schedule = configured_schedule(self._run_config.transformer)
+        orders = {kind: self._passes(self._num_microbatches, schedule._replace(kind=kind)) for kind in kinds}
         return {kind: trace.activations(order, pages=pages).by_kind.total() for kind, order in orders.items()}
 
     def _layers(self) -> tuple[int, ...]:
@@ -450,10 +452,9 @@ class _RankBuild:
         pages, transformer = self._pages(), self._run_config.transformer
         # An evaluation has no backward.
         schedule = configured_schedule(transformer)
-        plain = Schedule(group_size=schedule.group_size)
-        order = self._passes(self._num_microbatches, plain if self._optimizer is None else schedule)
-        # The traced step has at most two microbatches, and no pairs.
-        traced = self._passes(min(2, self._num_microbatches), schedule._replace(paired=False))
+        unpaired = schedule._replace(paired=False)
+        order = self._passes(self._num_microbatches, unpaired if self._optimizer is None else schedule)
+        traced = self._passes_of_trace()
         has_transfers = transformer.pipeline_model_parallel_size > 1
         return RankMemory(
             self._states(),
@@ -481,13 +482,18 @@ class _RankBuild:
     def _passes(self, num_microbatches: int, schedule: Schedule) -> Order:
         """Returns the passes of the stage in a step of num_microbatches."""
         transformer = self._run_config.transformer
-        pipeline = Pipeline(transformer.pipeline_model_parallel_size, len(self._model))
+        pipeline = pipeline_of(schedule, transformer.pipeline_model_parallel_size, len(self._model))
         return stage_orders(pipeline, num_microbatches, schedule)[self._stage]
 
+    def _passes_of_trace(self) -> Order:
+        """Returns the passes of the stage in the longest traced step, which has no pairs."""
+        schedule = configured_schedule(self._run_config.transformer)._replace(paired=False)
+        return self._passes(min(2, self._num_microbatches), schedule)
+
     def _trace(self, forward_step: ForwardStep, traces: _Traces) -> StageTrace:
-        """Returns the trace of the stage, which stages of the same structure and position share."""
+        """Returns the trace of the stage, which stages of the same structure, position and passes share."""
         last = self._run_config.transformer.pipeline_model_parallel_size - 1
-        key = structure_of(self._model), self._stage == 0, self._stage == last
+        key = structure_of(self._model), self._stage == 0, self._stage == last, tuple(self._passes_of_trace())
         if key not in traces:
             traces[key] = self._new_trace(forward_step)
         return traces[key]
@@ -498,7 +504,8 @@ class _RankBuild:
             return StageTrace(tuple(ChunkSaved() for _ in self._model), 0, StepTrace())
         saved, experts_of_layer = self._saved(forward_step)
         _publish(self._run_config)
-        has_weight_passes = ScheduleKind.ZB_H1 in possible_schedules(self._run_config)
+        kinds = possible_schedules(self._run_config)
+        weight_passes = next((kind for kind in kinds if kind is not ScheduleKind.ONE_F_ONE_B), None)
         step = trace_step(
             self._run_config,
             self._model,
@@ -507,10 +514,10 @@ class _RankBuild:
             groups=self._groups,
             num_microbatches=self._num_microbatches,
             batch=batch_of(self._run_config),
-            has_weight_passes=has_weight_passes,
+            weight_passes=weight_passes,
         )
-        if has_weight_passes:
-            saved = tuple(replace(chunk, held=step.held) for chunk in saved)
+        if weight_passes is not None:
+            saved = tuple(replace(chunk, held=held) for chunk, held in zip(saved, step.held, strict=True))
         return StageTrace(saved, experts_of_layer, step)
 
     def _saved(self, forward_step: ForwardStep) -> tuple[tuple[ChunkSaved, ...], int]:
@@ -564,18 +571,18 @@ def has_dynamic_rows(run_config: RunConfig) -> bool:
 
 
 def possible_schedules(run_config: RunConfig) -> tuple[ScheduleKind, ...]:
-    """Returns the schedules that the run's layout could use, if several stages with one chunk each train a model."""
-    transformer = run_config.transformer
-    is_divided = transformer.pipeline_model_parallel_size > 1
-    if not is_divided or (transformer.virtual_pipeline_model_parallel_size or 1) > 1 or run_config.training.skip_train:
+    """Returns the schedules that the run could use with the same model chunks, if several stages train a model."""
+    placement = configured_placement(run_config.transformer)
+    if placement.num_stages == 1 or run_config.training.skip_train:
         return ()
 
     def is_possible(kind: ScheduleKind) -> bool:
         try:
-            run_config.changed(pipeline_schedule=kind.value)
+            # Built and checked when it is read.
+            changed = run_config.changed(pipeline_schedule=kind.value).transformer
         except ValueError:
             return False
-        return True
+        return configured_placement(changed) == placement
 
     return tuple(kind for kind in ScheduleKind if is_possible(kind))
 

@@ -489,13 +489,14 @@ class LiveBytes(TorchDispatchMode):
 class HeldBytes(LiveBytes):
     """Records the bytes that a microbatch holds between its backward and its weight pass.
 
-    The step must have one microbatch and one chunk. by_kind: bytes of tensors that the forward saved, by the kind of
-    the module that saved them, and of gradients as HELD_GRADIENTS.
+    The step must have one microbatch. by_pass: for each weight pass, bytes of tensors that the forward saved, by the
+    kind of the module that saved them, and of gradients as HELD_GRADIENTS. Tensors that two weight passes hold count
+    for the later one.
     """
 
     def __init__(self, device_type: str = "meta") -> None:
         super().__init__(device_type)
-        self.by_kind: Counter[str] = Counter()
+        self.by_pass: list[Counter[str]] = []
         self._kinds: dict[int, str] = {}
         # The storages that are live when a weight pass begins, until it ends.
         self._held: set[int] = set()
@@ -512,6 +513,7 @@ class HeldBytes(LiveBytes):
                 self._names.append(str(args[0]))
                 if self._names[-1] == _WEIGHT:
                     self._held = {*self._alive}
+                    self.by_pass.append(Counter())
             elif self._names and self._names.pop() == _WEIGHT:
                 self._held = set()
         return super().__torch_dispatch__(func, types, args, kwargs)
@@ -520,8 +522,14 @@ class HeldBytes(LiveBytes):
         kind = self._kinds.pop(key, HELD_GRADIENTS)
         if key in self._held:
             self._held.remove(key)
-            self.by_kind[kind] += self._alive[key]
+            self.by_pass[-1][kind] += self._alive[key]
         super()._forget(key)
+
+    def by_chunk(self, actions: Sequence[Action]) -> tuple[Counter[str], ...]:
+        """Returns the recorded bytes of each chunk. actions: passes of the step, one per chunk and kind of pass."""
+        chunks = [action.chunk for action in actions if action.kind is ActionKind.WEIGHT]
+        found = dict(zip(chunks, self.by_pass, strict=True))
+        return tuple(found[chunk] for chunk in sorted(found))
 
 
 class SplitRecorder(WorkRecorder):

@@ -22,10 +22,14 @@ from megatron.core.optimizer.state_memory import state_bytes
 from megatron.core.pipeline_parallel.expansion import expand, kept_events
 from megatron.core.pipeline_parallel.schedule import (
     ONE_F_ONE_B,
+    Action,
+    ActionKind,
     Orders,
+    Pair,
     Pipeline,
     Schedule,
     configured_schedule,
+    pipeline_of,
     stage_orders,
 )
 from megatron.core.transformer.moe.paged_stash.sizing import (
@@ -79,8 +83,8 @@ _cached_layout = lru_cache(maxsize=1 << 12)(lay_out)
 class Shape:
     """Sizes of a layout that determine the costs of its stages.
 
-    layers: kinds of the layers in each part of the pipeline; chunk c of stage s is part c * stages + s.
-    num_microbatches: microbatches of a step. schedule: order of its passes.
+    layers: kinds of the layers in each part of the model. num_microbatches: microbatches of a step. schedule: order of
+    its passes, which also determines the parts of each stage.
     """
 
     world_size: int
@@ -110,7 +114,7 @@ class Shape:
     @property
     def pipeline(self) -> Pipeline:
         """The pipeline's stages and chunks."""
-        return Pipeline(self.stages, self.chunks)
+        return pipeline_of(self.schedule, self.stages, self.chunks)
 
     @property
     def round_size(self) -> int:
@@ -176,10 +180,9 @@ def quick_stages(run_config: RunConfig, costs: ModelCosts) -> list[RankMemory]:
 
 def stage_chunks(costs: ModelCosts, shape: Shape, *, stage: int) -> list[list[PartCost]]:
     """Returns the costs of the parts of each model chunk of a stage."""
-    numbers = range(stage, len(shape.layers), shape.stages)
     return [
-        costs.chunk_parts(shape.layers[number], is_first=number == 0, is_last=number == len(shape.layers) - 1)
-        for number in numbers
+        costs.chunk_parts(shape.layers[part], is_first=part == 0, is_last=part == len(shape.layers) - 1)
+        for part in shape.pipeline.parts_of(stage)
     ]
 
 
@@ -200,8 +203,8 @@ def model_states(
     parameters = sum(part.other_bytes + part.quantized_bytes for parts in chunks for part in parts)
     gradients = 0
     masters = moments = host_states = 0.0
-    for number in range(len(chunks)):
-        for kind, layout in chunk_buffers(chunks[number], shape, is_first=number + stage == 0, ddp_config=ddp_config):
+    for number, parts in enumerate(chunks):
+        for kind, layout in chunk_buffers(parts, shape, is_first=number + stage == 0, ddp_config=ddp_config):
             ranks = layout.num_shards
             stepped, on_host = _stepped_elements(
                 layout, is_sharded=ddp_config.use_distributed_optimizer, host_fraction=optimizer_config.host_fraction
@@ -266,7 +269,7 @@ def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> PoolBytes:
     """Returns the bytes of a stage's stash pages, as allocated at the start of a run."""
     if costs.rows is None or not costs.config.moe_paged_stash:
         return PoolBytes()
-    layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
+    layers = _expert_layer_numbers(costs, shape, stage=stage)
     order = _orders(shape.pipeline, shape.num_microbatches, shape.schedule)[stage]
     events = stash_events(kept_events(expand(order, layers)), with_weights=keeps_pages_for_weights(costs.config))
     max_rows = costs.rows.max_rows if events else 0
@@ -275,22 +278,23 @@ def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> PoolBytes:
     return pool_bytes(costs.config, needs, layout)
 
 
-def _expert_layer_numbers(costs: ModelCosts, shape: Shape) -> list[list[int]]:
-    """Returns the numbers of the MoE layers in each part of the pipeline, counted from 1 over the whole model."""
+def _expert_layer_numbers(costs: ModelCosts, shape: Shape, *, stage: int) -> list[list[int]]:
+    """Returns the numbers of the MoE layers in each chunk of a stage, counted from 1 over the whole model."""
     numbers, first = [], 1
     for part, kinds in enumerate(shape.layers):
         found = [first + index for index, kind in enumerate(kinds) if kind.has_experts]
         first += len(kinds)
         further = costs.mtp_expert_layers if part == len(shape.layers) - 1 else 0
         numbers.append([*found, *range(first, first + further)])
-    return numbers
+    return [numbers[part] for part in shape.pipeline.parts_of(stage)]
 
 
 def saved_by_chunk(costs: ModelCosts, shape: Shape, *, stage: int) -> list[ChunkSaved]:
     """Returns the bytes that a microbatch saves for backward in each chunk of a stage."""
     found, last = [], len(shape.layers) - 1
     pace = pace_of_backward(costs.config)
-    for number, parts in zip(range(stage, last + 1, shape.stages), stage_chunks(costs, shape, stage=stage)):
+    chunks = stage_chunks(costs, shape, stage=stage)
+    for number, parts in zip(shape.pipeline.parts_of(stage), chunks, strict=True):
         kinds, is_last = shape.layers[number], number == last
         # What is saved once per chunk is saved by its first layer.
         start, end = [*parts[: len(parts) - 1 - len(kinds) - is_last], parts[-1]], [costs.end] if is_last else []
@@ -323,7 +327,7 @@ def peak_activations(costs: ModelCosts, shape: Shape, *, stage: int, pages: Pool
     )
     if not pages.total:
         return SavedSizes(fullest(found, saved))
-    layers = _expert_layer_numbers(costs, shape)[stage :: shape.stages]
+    layers = _expert_layer_numbers(costs, shape, stage=stage)
     rows = 0 if costs.rows is None else costs.rows.max_rows
     of_layer = max(
         largest_of_layers(one.by_kind[EXPERTS], costs.config, layers=own, rows=rows)
@@ -351,6 +355,16 @@ def _exceeds(one: Moment, other: Moment) -> bool:
     return one != other and one.pair == other.pair and held and all(map(int.__ge__, one.whole, other.whole))
 
 
+def num_pairs(shape: Shape, *, stage: int) -> int:
+    """Returns the number of pairs of passes of a stage in a step."""
+    if not shape.schedule.paired:
+        return 0
+    short = short_step(shape.num_microbatches, shape.round_size)
+    order = _orders(shape.pipeline, short, shape.schedule)[stage]
+    # Each further microbatch adds one pair of each chunk.
+    return sum(isinstance(step, Pair) for step in order) + (shape.num_microbatches - short) * shape.chunks
+
+
 @lru_cache(maxsize=256)
 def _orders(pipeline: Pipeline, num_microbatches: int, schedule: Schedule) -> Orders:
     """Returns each stage's passes in order, for a step of at most short_step microbatches."""
@@ -372,21 +386,20 @@ def stage_load(
     hidden_bytes: bytes of a microbatch's hidden states, sent between stages. state_bytes: bytes of the rank's
     optimizer states.
     """
-    step, times, last = costs.step, shape.num_microbatches, len(shape.layers) - 1
+    step, times, pipeline = costs.step, shape.num_microbatches, shape.pipeline
     traffic = [*_data_messages(costs, shape, stage=stage, ddp_config=ddp_config), *step.traffic]
-    if stage in (0, shape.stages - 1):
+    if pipeline.loss_stage > 0 and stage in (0, pipeline.loss_stage):
         traffic += [replace(one, group="embd", group_size=2) for one in step.tied]
     chunks, once = [], Kernels()
-    experts = _expert_layer_numbers(costs, shape)
-    for number, parts in zip(range(stage, len(shape.layers), shape.stages), stage_chunks(costs, shape, stage=stage)):
+    experts = _expert_layer_numbers(costs, shape, stage=stage)
+    for chunk, parts in enumerate(stage_chunks(costs, shape, stage=stage)):
         work = total_work(part.work for part in parts)
-        chunks.append(replace(work.chunk(), expert_layers=len(experts[number])))
+        chunks.append(replace(work.chunk(), expert_layers=len(experts[chunk])))
         once.update(kernels_of(work.once))
         traffic += work.times(times).traffic
-        if number < last and shape.stages > 1:
-            traffic.append(Traffic("pp", shape.stages, "send", FORWARD, times, times * hidden_bytes))
-        if number > 0 and shape.stages > 1:
-            traffic.append(Traffic("pp", shape.stages, "send", BACKWARD, times, times * hidden_bytes))
+        for kind, phase in ((ActionKind.FORWARD, FORWARD), (ActionKind.BACKWARD, BACKWARD)):
+            if pipeline.receiver(stage, Action(kind, chunk, 0)) is not None:
+                traffic.append(Traffic("pp", shape.stages, "send", phase, times, times * hidden_bytes))
     share = state_bytes / max(1, step.state_bytes)
     update = Kernels()
     for kernel, count in step.update.items():

@@ -10,14 +10,13 @@ from megatron.core.pipeline_parallel.schedule import (
     Action,
     ActionKind,
     Order,
-    Orders,
     Pair,
-    Pipeline,
     Schedule,
     ScheduleKind,
     configured_schedule,
     held_backwards,
     passes,
+    pipeline_of,
     stage_orders,
 )
 from megatron.core.pipeline_parallel.timeline import Interval, Timeline, timeline
@@ -197,11 +196,11 @@ def schedule_times(plan: Plan, run_config: RunConfig, *, device: Device) -> list
 
 def _time_with(plan: Plan, run_config: RunConfig, *, device: Device, schedule: Schedule) -> StepTime:
     stages = [stage.load for stage in plan.stages]
-    orders = stage_orders(Pipeline(len(stages), len(stages[0].chunks)), plan.num_microbatches, schedule)
     samples = plan.num_microbatches * run_config.training.micro_batch_size * run_config.launch.data_parallel_size
     return estimate_step(
         stages,
-        orders,
+        plan.num_microbatches,
+        schedule,
         device=device,
         overlap=overlap_of(run_config),
         in_node=ranks_per_node(plan, device),
@@ -262,7 +261,8 @@ def ranks_per_node(plan: Plan, device: Device) -> dict[str, int]:
 
 def estimate_step(
     stages: Sequence[StageLoad],
-    orders: Orders,
+    num_microbatches: int,
+    schedule: Schedule,
     *,
     device: Device,
     overlap: Overlap,
@@ -270,12 +270,13 @@ def estimate_step(
     tokens: int,
     flops_per_rank: float,
 ) -> StepTime:
-    """Estimates the time of a pipeline's step, given one load and one list of passes per stage.
+    """Estimates the time of a pipeline's step of num_microbatches, given the load of each stage.
 
     in_node: number of ranks of each group on one node. tokens: tokens of the step. flops_per_rank: the model's FLOPs
     as counted by num_floating_point_operations. Raises ValueError for a matmul dtype that the device does not support.
     """
-    pipeline = Pipeline(len(stages), len(stages[0].chunks))
+    pipeline = pipeline_of(schedule, len(stages), len(stages[0].chunks))
+    orders = stage_orders(pipeline, num_microbatches, schedule)
     clocks = [
         StageClock(load, order, rates=Rates(device, in_node), overlap=overlap)
         for load, order in zip(stages, orders, strict=True)
@@ -486,7 +487,7 @@ class StageClock:
             hidden += covered
             rows_hidden += covered if exchanges_rows else 0.0
         exposed = sum(messages.values()) - hidden
-        streamed = self._streamed(kind)
+        streamed = self._streamed(kind, is_split=is_split)
         return _Pass(
             compute,
             recompute=compute_seconds(again, self._rates.device),
@@ -574,12 +575,13 @@ class StageClock:
         )
         return compute_seconds(found, self._rates.device)
 
-    def _streamed(self, kind: ActionKind) -> float:
+    def _streamed(self, kind: ActionKind, *, is_split: bool) -> float:
         """Returns the time of parameter gathers and gradient reductions that occur in every pass of a kind."""
         phases = self._overlap.in_every_pass
         gathers = self._gather / len(self._passes) if PARAMS in phases else 0.0
-        is_reduced = GRADS in phases and kind is (ActionKind.WEIGHT if self._split else ActionKind.BACKWARD)
-        sums = self._reduction / self._number_of(kind) if is_reduced else 0.0
+        # A split backward leaves its reductions to its weight pass.
+        is_reduced = GRADS in phases and kind is not ActionKind.FORWARD and not is_split
+        sums = self._reduction / self._number_of(ActionKind.BACKWARD) if is_reduced else 0.0
         return gathers + sums
 
     def _sum(self, *kinds: ActionKind) -> _Pass:

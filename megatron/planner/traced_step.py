@@ -15,6 +15,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import repeat
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -24,17 +25,18 @@ from torch.distributed.fsdp import FSDPModule
 from megatron.core.device.torch_internals import TorchDispatchMode
 from megatron.core.group_collectives import Pending
 from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.pipeline_parallel.runner import ScheduleRunner
 from megatron.core.pipeline_parallel.schedule import (
     Action,
     ActionKind,
-    Pipeline,
     Schedule,
     ScheduleKind,
     configured_schedule,
     passes,
+    pipeline_of,
     stage_orders,
 )
-from megatron.core.pipeline_parallel.transfers import Post, Program, pipeline_programs
+from megatron.core.pipeline_parallel.transfers import Post, Program, Step, pipeline_programs
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.dispatch_allgather import MoEAllGatherTokenDispatcher
@@ -83,8 +85,8 @@ class StepTrace:
     the peak of the passes, in addition to persistent memory and including saved tensors, in a step of two microbatches,
     or of one if the run has only one. update_peak: bytes allocated at the peak of the update. messages_peak: largest
     number of bytes that collectives hold at one time. turns: passes turn by turn; None if the run has no pairs. The
-    traced steps have no pairs. held: bytes by kind that a microbatch holds between its backward and its weight pass, if
-    weight passes are traced.
+    traced steps have no pairs. held: bytes by kind that a microbatch of each chunk holds between its backward and its
+    weight pass; empty if weight passes are not traced.
     """
 
     load: StageLoad = field(default_factory=StageLoad)
@@ -93,7 +95,7 @@ class StepTrace:
     update_peak: int = 0
     messages_peak: int = 0
     turns: TurnTrace | None = None
-    held: Mapping[str, int] = field(default_factory=dict)
+    held: tuple[Mapping[str, int], ...] = ()
 
 
 class _NamedStatistics(StatisticsExchange):
@@ -148,6 +150,7 @@ class TracedSteps:
         holds_grads: bool = False,
         in_turns: bool = False,
         schedule: ScheduleKind | None = None,
+        whole_backwards: bool = False,
     ) -> None:
         """Runs a step of num_microbatches equal microbatches under dispatch modes, of which the last is the innermost.
 
@@ -155,12 +158,15 @@ class TracedSteps:
         which counts the update as a separate part. holds_grads: whether weight gradients are computed during exchanges,
         if the run does so; otherwise immediately, within the backward of their module. in_turns: whether passes hand
         over, if the run has pairs. A step of one microbatch has no pairs. schedule: replaces the run's.
+        whole_backwards: whether backwards compute all gradients, and weight passes are left out.
         """
         assert num_microbatches == 1 or not in_turns, "a pair runs on two threads, which recorders do not follow"
         with ExitStack() as entered:
             entered.enter_context(_expert_overlap(self.config, holds_grads=holds_grads, in_turns=in_turns))
             if schedule is not None:
                 entered.enter_context(_changed(self.config, pipeline_schedule=schedule.value))
+            if whole_backwards:
+                entered.enter_context(_without_weight_passes())
             for mode in (*modes, *([] if live is None else [live])):
                 entered.enter_context(mode)
             self.optimizer.zero_grad()
@@ -196,6 +202,19 @@ def _expert_overlap(config: TransformerConfig, *, holds_grads: bool, in_turns: b
 
 
 @contextmanager
+def _without_weight_passes() -> Iterator[None]:
+    """Context in which schedules run without their weight passes, so that each backward computes all gradients."""
+    run = ScheduleRunner.run
+
+    def run_others(runner: ScheduleRunner, steps: Sequence[Step]) -> list[Any]:
+        return run(runner, [one for one in steps if not (isinstance(one, Action) and one.kind is ActionKind.WEIGHT)])
+
+    # No schedule with two chunks in a V has only whole backwards, and another one would need other chunks.
+    with patch.object(ScheduleRunner, "run", run_others):
+        yield
+
+
+@contextmanager
 def _changed(config: TransformerConfig, **values: Any) -> Iterator[None]:
     """Context in which a model's config has other values."""
     given = {name: getattr(config, name) for name in values}
@@ -215,13 +234,12 @@ def trace_step(
     groups: ProcessGroupCollection,
     num_microbatches: int,
     batch: dict[str, Tensor],
-    has_weight_passes: bool = False,
+    weight_passes: ScheduleKind | None = None,
 ) -> StepTrace:
     """Records a rank's step of num_microbatches, as it occurs in a run of equal steps.
 
     model: the rank's wrapped chunks, on the meta device. batch: one microbatch in the format of forward_step, meta
-    tensors [B, S], int64 or fp32. has_weight_passes: whether weight passes are recorded, too, which the layout must
-    allow.
+    tensors [B, S], int64 or fp32. weight_passes: a schedule of the layout whose weight passes are recorded, too.
     """
     recorder, live, turns = MessageRecorder(groups), LiveBytes(), TurnRecorder()
     work, held = WorkRecorder(model, live_rows=live_rows(model, run_config)), HeldBytes()
@@ -231,11 +249,11 @@ def trace_step(
     ) as traced:
         # Discards the first step's messages, because gathers deferred from a previous step are missing.
         with work.recording():
-            traced.step(1, batch=batch, modes=[recorder], schedule=ScheduleKind.ONE_F_ONE_B)
+            traced.step(1, batch=batch, modes=[recorder], whole_backwards=True)
         recorder.take()
-        if has_weight_passes:
+        if weight_passes is not None:
             with split.recording():
-                traced.step(1, batch=batch, modes=[], live=held, schedule=ScheduleKind.ZB_H1)
+                traced.step(1, batch=batch, modes=[], live=held, schedule=weight_passes)
         is_short = num_microbatches == 1
         traced.step(1, batch=batch, modes=[recorder], live=live if is_short else None, holds_grads=True)
         one = recorder.take()
@@ -243,20 +261,24 @@ def trace_step(
         two = recorder.take()
         paired = traced.config.overlap_moe_expert_parallel_comm
         if paired:
-            traced.step(1, batch=batch, modes=[], live=turns, holds_grads=True, in_turns=True)
-    pipeline, stage = Pipeline(group_size(groups.pp), len(model)), group_rank(groups.pp)
-    schedule = configured_schedule(get_model_config(model[0]))
-    of_one = passes(stage_orders(pipeline, 1, Schedule(group_size=schedule.group_size))[stage])
+            traced.step(1, batch=batch, modes=[], live=turns, holds_grads=True, in_turns=True, whole_backwards=True)
+    schedule, stage = configured_schedule(get_model_config(model[0])), group_rank(groups.pp)
+    pipeline = pipeline_of(schedule, group_size(groups.pp), len(model))
+    of_one = passes(stage_orders(pipeline, 1, schedule._replace(paired=False))[stage])
+    whole = [action for action in of_one if action.kind is not ActionKind.WEIGHT]
     program = pipeline_programs(pipeline, num_microbatches, schedule)[stage]
     traffic = by_pass(_extrapolated(one, two, num_microbatches=num_microbatches), program)
     experts = [sum(isinstance(part, MoELayer) for part in chunk.modules()) for chunk in model]
     chunks = tuple(
-        replace(chunk, expert_layers=number) for chunk, number in zip(work.chunks(of_one), experts, strict=True)
+        replace(chunk, expert_layers=number) for chunk, number in zip(work.chunks(whole), experts, strict=True)
     )
-    if has_weight_passes:
+    held_by_chunk: tuple[Mapping[str, int], ...] = ()
+    if weight_passes is not None:
+        split_order = passes(stage_orders(pipeline, 1, Schedule(weight_passes))[stage])
+        held_by_chunk = held.by_chunk(split_order)
         chunks = tuple(
             replace(chunk, weights=chunk.backward - one.backward)
-            for chunk, one in zip(chunks, split.chunks(of_one), strict=True)
+            for chunk, one in zip(chunks, split.chunks(split_order), strict=True)
         )
     return StepTrace(
         StageLoad(chunks, merged(traffic), work.update),
@@ -264,8 +286,8 @@ def trace_step(
         peak=live.peaks[""],
         update_peak=live.peaks[_UPDATE],
         messages_peak=live.messages_peak,
-        turns=_turn_trace(turns, of_one, expert_layers=experts) if paired else None,
-        held=held.by_kind,
+        turns=_turn_trace(turns, whole, expert_layers=experts) if paired else None,
+        held=held_by_chunk,
     )
 
 

@@ -21,7 +21,7 @@ from megatron.core.transformer.moe.paged_stash.arithmetic import PageMove, page_
 from megatron.core.transformer.moe.paged_stash.sizing import StepNeeds, prefetch_groups, step_needs
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
-from megatron.planner.plan import as_rank, pipeline_of, with_planned_device
+from megatron.planner.plan import as_rank, ranks_of_pipeline, with_planned_device
 from megatron.training.config import RunConfig
 from megatron.training.setup import model_parts
 from megatron.training.step.expert_memory import ExpertSchedule
@@ -154,7 +154,7 @@ def planned_run(run_config: RunConfig, model_provider: Callable[..., nn.Module])
     """Builds the planned run from settings that select static expert buffers."""
     run_config = with_planned_device(run_config)
     stages, found = [], None
-    for rank in pipeline_of(run_config, 0):
+    for rank in ranks_of_pipeline(run_config, 0):
         with as_rank(run_config, rank) as groups:
             chunks = [chunk for chunk, _ in model_parts(model_provider, run_config.transformer)]
             config: TransformerConfig = get_model_config(chunks[0])

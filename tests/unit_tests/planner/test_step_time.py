@@ -68,10 +68,10 @@ def _step(
     paired: bool = False,
     kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B,
 ) -> StepTime:
-    orders = stage_orders(Pipeline(len(stages), len(stages[0].chunks)), microbatches, Schedule(kind, paired=paired))
     return estimate_step(
         stages,
-        orders,
+        microbatches,
+        Schedule(kind, paired=paired),
         device=DEVICE,
         overlap=overlap or Overlap(),
         in_node=in_node or {},
