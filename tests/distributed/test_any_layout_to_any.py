@@ -1,7 +1,7 @@
 """Tests random pairs of layouts: one loads the other's checkpoint bitwise by logical name, and continues training.
 
-The draw covers sizes of every axis, optimizer instances, buckets, vocabulary padding, frozen parts, whether the output
-layer is tied, paged stash and the optimizer mode. Some ranks own only padding. Chosen pairs are in
+The draw covers sizes of every axis, schedules, optimizer instances, buckets, vocabulary padding, frozen parts, whether
+the output layer is tied, paged stash and the optimizer mode. Some ranks own only padding. Chosen pairs are in
 test_checkpoints_of_layouts.
 """
 
@@ -145,6 +145,7 @@ class Side:
     frozen: tuple[str, ...]
     is_tied: bool
     parallel_load: bool
+    schedule: str = "1f1b"
 
     def argv(self, model: Flags) -> list[str]:
         """Returns the command line of the run."""
@@ -152,6 +153,7 @@ class Side:
         flags = {**model, **layout(**axes), **{**MODES, **HALF_MODES}[self.mode]}
         flags["make-vocab-size-divisible-by"] = self.padding
         flags["ckpt-fully-parallel-load"] = self.parallel_load
+        flags["pipeline-schedule"] = self.schedule
         flags["untie-embeddings-and-output-weights"] = not self.is_tied
         if self.instances > 1:
             flags["num-distributed-optimizer-instances"] = self.instances
@@ -241,7 +243,8 @@ def _draw(number: int) -> Pair:
         loads = replace(loads, is_tied=saves.is_tied)
         loads = replace(loads, bucket=None if "fsdp2" in mode else loads.bucket)
         loads = replace(loads, padding=saves.padding if saves.sizes.tp > 1 else loads.padding)
-    return Pair(saves, loads, model)
+    saves, loads = (replace(side, schedule=_draw_schedule(draw, side.sizes)) for side in (saves, loads))
+    return Pair(saves, replace(loads, schedule=saves.schedule) if same else loads, model)
 
 
 def _draw_side(draw: random.Random, kind: str, mode: str) -> Side:
@@ -261,6 +264,13 @@ def _draw_side(draw: random.Random, kind: str, mode: str) -> Side:
         is_tied=draw.random() < 0.6,
         parallel_load=draw.random() < 0.3,
     )
+
+
+def _draw_schedule(draw: random.Random, sizes: Sizes) -> str:
+    """Draws 1F1B or a schedule with weight passes, which places the chunks of virtual stages in a V."""
+    if sizes.pp == 1:
+        return "1f1b"
+    return draw.choice(["zbv" if sizes.vpp > 1 else "zb-h1", "1f1b"])
 
 
 def _layouts(kind: str) -> list[Sizes]:
