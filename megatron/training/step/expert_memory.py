@@ -8,7 +8,7 @@ import copy
 import functools
 from collections import Counter as Multiset
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -25,6 +25,7 @@ from megatron.core.pipeline_parallel.schedule import configured_schedule, pipeli
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.transformer.moe.dispatch_static import MoEStaticTokenDispatcher
 from megatron.core.transformer.moe.expert_step import ExpertStep
+from megatron.core.transformer.moe.experts import GroupedMLP
 from megatron.core.transformer.moe.moe_layer import MoELayer, takes_order
 from megatron.core.transformer.moe.paged_stash import (
     Counter,
@@ -157,7 +158,7 @@ class ExpertSchedule:
         self._segments = _recomputed_segments(chunks)
         self._stage, self._order = group_rank(groups.pp), configured_schedule(config)
         self._pipeline = pipeline_of(self._order, group_size(groups.pp), len(chunks))
-        self._with_weights = keeps_pages_for_weights(config)
+        self._keeps_pages = keeps_pages_for_weights(config)
         self.events = lru_cache(maxsize=16)(self._events)
 
     def _events(self, num_microbatches: int) -> tuple[StashEvent, ...]:
@@ -166,19 +167,31 @@ class ExpertSchedule:
         recompute = {layer: number for number, (layers, _) in enumerate(self._segments) for layer in layers}
         without_turns = {layer for layers, run in self._segments if run.draws_numbers for layer in layers}
         events = expand(orders[self._stage], self._layer_map, recompute=recompute, recomputed_alone=without_turns)
-        return stash_events(kept_events(events), with_weights=self._with_weights)
+        return stash_events(kept_events(events), late_layers=self._late_layers())
+
+    def _late_layers(self) -> set[int]:
+        """Returns the numbers of the layers whose rows remain in pages until their weight pass, which reads them."""
+        layers = [layer for of_chunk in self.layers for layer in of_chunk]
+        # Otherwise the rows of all layers of this rank are copied.
+        if not (self._keeps_pages and all(takes_order(layer.experts) for layer in layers)):
+            return set()
+        return {
+            layer.router.layer_number
+            for layer in layers
+            if not isinstance(layer.experts, GroupedMLP) or layer.experts.trains_on_rows
+        }
 
 
-def stash_events(events: Sequence[ExpertEvent], *, with_weights: bool = False) -> tuple[StashEvent, ...]:
+def stash_events(events: Sequence[ExpertEvent], *, late_layers: Collection[int] = ()) -> tuple[StashEvent, ...]:
     """Converts expert events of a schedule to stash events.
 
-    events: the result of kept_events. with_weights: whether weight passes are events of the stash, see
-    keeps_pages_for_weights.
+    events: the result of kept_events. late_layers: numbers of the layers whose weight passes are events of the stash,
+    see keeps_pages_for_weights.
     """
     return tuple(
         StashEvent(EventKind(one.kind.value), layer_name(one.layer), one.instance)
         for one in events
-        if with_weights or one.kind is not ExpertEventKind.WEIGHT
+        if one.kind is not ExpertEventKind.WEIGHT or one.layer in late_layers
     )
 
 

@@ -132,6 +132,12 @@ class GroupedMLP(MegatronModule):
         return build_module(spec, self.shard, self.num_local_experts, config=self.config, sizes=sizes)
 
     @property
+    def trains_on_rows(self) -> bool:
+        """Whether the gradient of a trained weight is a product of x: of the first linear layer, or its adapter's A."""
+        lora_a = None if self.linear_fc1 is None else self.linear_fc1.lora_a
+        return self.weight1.requires_grad or (lora_a is not None and lora_a.requires_grad)
+
+    @property
     def quantized_bytes(self) -> int:
         """Bytes of the weights in 8 bits, which the first forward allocates; 0 if the experts do not use them."""
         if self.quantized is None:
