@@ -16,7 +16,7 @@ from megatron.core.distributed import DistributedDataParallel, collectives
 from megatron.core.distributed.bucket_storage import MessagePool
 from megatron.core.distributed.iteration import CollectiveTrace
 from megatron.core.distributed.layout import FlatBuffer
-from megatron.core.pipeline_parallel.schedule import Pipeline, configured_schedule
+from megatron.core.pipeline_parallel.schedule import configured_schedule, pipeline_of
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel import cross_entropy
@@ -103,6 +103,22 @@ ON_FOUR: dict[str, tuple[str, Flags]] = {
     "peak of weight passes": (
         "dense",
         {**LIKE_GPUS, "pipeline-model-parallel-size": 2, "pipeline-schedule": "zb-h1"},
+    ),
+    "peak of weight passes in a V": (
+        "dense",
+        {**LIKE_GPUS, "num-layers": 4, "pipeline-model-parallel-size": 2, "pipeline-schedule": "zbv"},
+    ),
+    "peak of pairs in a V": (
+        "moe",
+        {
+            **LIKE_GPUS,
+            **EXPERTS,
+            **PAIRS,
+            "num-layers": 4,
+            "pipeline-model-parallel-size": 2,
+            "pipeline-schedule": "dualpipev",
+            "global-batch-size": 24,
+        },
     ),
     "peak of sequences": ("llama", {**LIKE_GPUS, **TENSORS, "context-parallel-size": 2, "global-batch-size": 4}),
     "peak of pairs of stages": (
@@ -309,12 +325,9 @@ def _third_step(run: TrainingRun) -> dict[str, Any]:
     recorder, live = MessageRecorder(run.groups), LiveBytes("cpu")
     with patch.object(CollectiveTrace, "record", note), recorder, live:
         run_step(run)
-    config = get_model_config(run.model[0])
-    program = pipeline_programs(
-        Pipeline(group_size(run.groups.pp), len(run.model)),
-        run.num_microbatches,
-        configured_schedule(config),
-    )[group_rank(run.groups.pp)]
+    schedule = configured_schedule(get_model_config(run.model[0]))
+    pipeline = pipeline_of(schedule, group_size(run.groups.pp), len(run.model))
+    program = pipeline_programs(pipeline, run.num_microbatches, schedule)[group_rank(run.groups.pp)]
     return {
         "links": merged(by_pass(recorder.take(), program)),
         "launched": tuple(launched),

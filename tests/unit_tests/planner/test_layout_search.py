@@ -32,6 +32,7 @@ PIPE = "--pipeline-model-parallel-size"
 ZERO_1 = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
 ZERO_2 = "--optimizer distributed_fused_adam --overlap-grad-reduce --overlap-param-gather"
 FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+IN_A_V_WITH_PAIRS = "--pipeline-schedule dualpipev --overlap-moe-expert-parallel-comm"
 PAGED = "--moe-expert-rank-capacity-factor 2 --moe-paged-stash"
 LAYOUTS = [
     (DENSE, f"--micro-batch-size 2 {ZERO_1}"),
@@ -42,6 +43,8 @@ LAYOUTS = [
     (MIXTURE, f"{EXPERTS} 8 --micro-batch-size 1 {PIPE} 2 {PAGED} {ZERO_1}"),
     (MIXTURE, f"{EXPERTS} 8 --micro-batch-size 1 {PIPE} 2 --overlap-moe-expert-parallel-comm {ZERO_1}"),
     (MIXTURE, f"{EXPERTS} 4 --micro-batch-size 1 {PIPE} 4 --pipeline-schedule zb-h1 {ZERO_1}"),
+    (DENSE, f"--micro-batch-size 1 {PIPE} 2 --pipeline-schedule zbv {ZERO_1}"),
+    (MIXTURE, f"{EXPERTS} 8 --micro-batch-size 1 {PIPE} 2 {IN_A_V_WITH_PAIRS} {ZERO_1}"),
     (LATENT, f"{EXPERTS} 4 --micro-batch-size 1 {PIPE} 2 --pipeline-model-parallel-layout Ettt|tL {ZERO_1}"),
 ]
 
