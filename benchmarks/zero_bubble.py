@@ -1,20 +1,21 @@
-"""Measures how long the stages of a pipeline wait with --pipeline-schedule zb-h1 and with 1F1B.
+"""Measures how long the stages of a pipeline wait with --pipeline-schedule zb-h1, zbv and 1f1b.
 
     python benchmarks/zero_bubble.py [--rounds 4] [--only KIND ...] [--json FILE]
 
 4 ranks are the stages of train_step.py's model, with 2 layers each and a small vocabulary, so that the stages take
-about as long as each other. A step has 8 micro-batches. Time is that of one_link.py ([Note: time of a rank]): a rank
-computes, or waits until another stage has sent its tensor; messages take no time. The two sides step in turns, in
-processes of their own. Every executed pass is recorded with its start and end. Reports, as medians over the rounds:
+about as long as each other; with zbv these are two chunks of a layer. A step has 8 micro-batches. Time is that of
+one_link.py ([Note: time of a rank]): a rank computes, or waits until another stage has sent its tensor; messages take
+no time. The sides step in turns, in processes of their own. Every executed pass is recorded with its start and end.
+Reports, as medians over the rounds:
 
-- F, B, W: CPU milliseconds of a pass, mean over stages. B includes W in 1F1B.
+- F, B, W: CPU milliseconds of a pass, mean over stages and chunks. B includes W in 1F1B.
 - idle: the share of the stages' time, from the first pass to the last, in which they run no pass.
-- length: of the passes of a step, relative to 1F1B; and as the list of passes implies, if each pass of a stage takes
+- length: of the passes of a step, relative to 1F1B; and as the list of passes implies, if each pass of a chunk takes
   its median.
 - above the list: passes by which the step is longer than its list implies.
 - above the bound: passes by which the step is longer than its lower bound with the memory of 1F1B: stage s runs P - s
   forwards before its first backward, which waits for all forwards of its micro-batch and the backwards of later stages,
-  and then never waits. A pass is the longest of F, B and W.
+  and then never waits. With zbv, a stage waits for its first forward only. A pass is the longest of F, B and W.
 - cpu, peak: CPU seconds and peak memory of a training step relative to 1F1B.
 """
 
@@ -44,9 +45,9 @@ from megatron.core.pipeline_parallel.schedule import (  # noqa: E402
     Action,
     ActionKind,
     Pair,
-    Pipeline,
     Schedule,
     ScheduleKind,
+    pipeline_of,
     stage_orders,
 )
 from megatron.core.pipeline_parallel.timeline import timeline  # noqa: E402
@@ -61,7 +62,7 @@ EXPERTS: dict[str, tuple[str, ...]] = {
     "dropless": (),
     "stash": ("--moe-expert-rank-capacity-factor", "1.5", "--moe-paged-stash"),
 }
-BASE, ZB_H1 = "1f1b", "zb-h1"
+BASE, OTHERS = "1f1b", ("zb-h1", "zbv")
 
 
 class Pass(NamedTuple):
@@ -101,18 +102,21 @@ def main() -> None:
     for kind in options.only:
         sides = [
             start_side(side, partial(build, *FLAGS, *EXPERTS[kind], "--pipeline-schedule", side), ranks=STAGES)
-            for side in (BASE, ZB_H1)
+            for side in (BASE, *OTHERS)
         ]
         rounds = run_rounds(sides, rounds=options.rounds, steps=1)
         print(f"\n{kind}:")
-        relative = print_table(rounds, base=BASE)[ZB_H1]
+        relative = print_table(rounds, base=BASE)
         found = {side: [_figures(one, ScheduleKind(side)) for one in measured] for side, measured in rounds.items()}
         figures[kind] = {side: _medians(some, found[BASE]) for side, some in found.items()}
-        figures[kind][ZB_H1] |= {"cpu": relative["cpu x"], "peak": relative["net x"]}
+        for side in OTHERS:
+            figures[kind][side] |= {"cpu": relative[side]["cpu x"], "peak": relative[side]["net x"]}
+            targets += [
+                Target(f"{kind}, {side}: passes above the list", figures[kind][side]["above the list"], 1.0),
+                Target(f"{kind}, {side}: length, relative to 1F1B", figures[kind][side]["length"], 0.95),
+            ]
         for side, some in figures[kind].items():
             print(f"{side}: " + ", ".join(f"{name} {value:.3f}" for name, value in some.items()))
-        targets.append(Target(f"{kind}: passes above the list", figures[kind][ZB_H1]["above the list"], 1.0))
-        targets.append(Target(f"{kind}: length, relative to 1F1B", figures[kind][ZB_H1]["length"], 0.95))
     print()
     holds = report_targets(targets)
     if options.json is not None:
@@ -160,19 +164,25 @@ def build(*flags: str) -> Callable[[], list[Pass]]:
 
 def _figures(measured: Measurement, kind: ScheduleKind) -> Idle:
     stages: list[list[Pass]] = [steps[0] for steps in measured.results]
-    orders = stage_orders(Pipeline(STAGES), NUM_MICROBATCHES, Schedule(kind))
+    schedule = Schedule(kind)
+    pipeline = pipeline_of(schedule, STAGES, 2 if kind is ScheduleKind.ZBV else 1)
+    orders = stage_orders(pipeline, NUM_MICROBATCHES, schedule)
     assert [[one.action for one in own] for own in stages] == orders, "the executed passes are those of the list"
     seconds = [_median_seconds(own) for own in stages]
     length = max(own[-1].end for own in stages) - min(own[0].start for own in stages)
     busy = [sum(one.end - one.start for one in own) for own in stages]
-    spans = timeline(orders, Pipeline(STAGES), seconds=lambda stage, step: seconds[stage][step.passes[0].kind])
-    forwards, backwards = ([own[kind] for own in seconds] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
-    bounds = [
-        sum(forwards) + sum(backwards[stage + 1 :]) + busy[stage] - (STAGES - stage) * forwards[stage]
-        for stage in range(STAGES)
-    ]
+    spans = timeline(orders, pipeline, seconds=lambda stage, step: seconds[stage][_key(step.passes[0])])
+    forwards, backwards = ([own[kind, 0] for own in seconds] for kind in (ActionKind.FORWARD, ActionKind.BACKWARD))
+    if pipeline.is_v:
+        bounds = [sum(forwards[:stage]) + busy[stage] for stage in range(STAGES)]
+    else:
+        bounds = [
+            sum(forwards) + sum(backwards[stage + 1 :]) + busy[stage] - (STAGES - stage) * forwards[stage]
+            for stage in range(STAGES)
+        ]
+    kinds = dict.fromkeys(kind for kind, _ in seconds[0])
     return Idle(
-        {kind.value: statistics.mean(own[kind] for own in seconds) for kind in seconds[0]},
+        {one.value: statistics.mean(own[key] for own in seconds for key in own if key[0] is one) for one in kinds},
         length,
         max(span.end for stage in spans for span in stage.values()),
         max(bounds),
@@ -180,11 +190,16 @@ def _figures(measured: Measurement, kind: ScheduleKind) -> Idle:
     )
 
 
-def _median_seconds(passes: Sequence[Pass]) -> dict[ActionKind, float]:
-    by_kind = defaultdict(list)
+def _key(action: Action) -> tuple[ActionKind, int]:
+    return action.kind, action.chunk
+
+
+def _median_seconds(passes: Sequence[Pass]) -> dict[tuple[ActionKind, int], float]:
+    """Returns the median duration of the passes of each kind and chunk."""
+    found = defaultdict(list)
     for one in passes:
-        by_kind[one.action.kind].append(one.end - one.start)
-    return {kind: statistics.median(some) for kind, some in by_kind.items()}
+        found[_key(one.action)].append(one.end - one.start)
+    return {key: statistics.median(some) for key, some in found.items()}
 
 
 def _medians(steps: Sequence[Idle], base: Sequence[Idle]) -> dict[str, float]:
