@@ -143,6 +143,7 @@ LAYOUTS = (
     Case("layout: tp", f"{DENSE} {DROPOUT} --bf16 {TP}", ranks=2),
     Case("layout: tp sp", f"{LLAMA} {SP}", ranks=2, resume_at=2),
     Case("layout: pp", f"{LLAMA} {PP}", ranks=2, resume_at=2),
+    Case("layout: pp zb-h1", f"{DENSE} {DROPOUT} {PP} --pipeline-schedule zb-h1", ranks=2),
     Case("layout: pp vpp", f"{DENSE} {DROPOUT} {VPP}", ranks=2, resume_at=2),
     Case("layout: pp by a string", f"{LLAMA} {PP} --pipeline-model-parallel-layout 'Et|tt|t|L'", ranks=2),
     Case("layout: pp uneven, bf16", f"{DENSE} --bf16 {PP} --decoder-first-pipeline-num-layers 1", ranks=2),
