@@ -12,6 +12,7 @@ from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.utils import is_pp_first_stage, is_pp_last_stage
+from megatron.core.pipeline_placement import placement_of
 from megatron.core.process_groups_config import ProcessGroupCollection
 from tests.harness import run_on_ranks
 
@@ -49,11 +50,12 @@ def microbatches(count: int) -> list[torch.Tensor]:
     return [torch.randn(SEQ, BATCH, HIDDEN, dtype=torch.float64, generator=generator) for _ in range(count)]
 
 
-def run_stage(chunks: int, counts: list[int], overlap: bool) -> list[Any]:
+def run_stage(chunks: int, counts: list[int], overlap: bool, schedule: str = "1f1b") -> list[Any]:
     stage, stages = dist.get_rank(), dist.get_world_size()
+    parts = placement_of(schedule, stages, chunks).parts_of(stage)
     found = []
     for count in counts:
-        model = [Part(chunk * stages + stage, overlap_p2p_comm=overlap) for chunk in range(chunks)]
+        model = [Part(part, overlap_p2p_comm=overlap, pipeline_schedule=schedule) for part in parts]
         ended: list[int] = []
         model[0].config.finalize_model_grads_func = lambda parts, _, ended=ended: ended.append(len(parts))
         first = iter(microbatches(count)) if stage == 0 else None
@@ -76,10 +78,13 @@ def run_stage(chunks: int, counts: list[int], overlap: bool) -> list[Any]:
     return found
 
 
-@pytest.mark.parametrize(("stages", "chunks", "overlap"), [(2, 1, True), (3, 2, False), (3, 2, True)])
-def test_stages_give_the_gradients_of_one_process(stages: int, chunks: int, overlap: bool) -> None:
-    counts = [1, 2, 5]
-    ranks = run_on_ranks(run_stage, stages, chunks, counts, overlap)
+@pytest.mark.parametrize(
+    ("stages", "chunks", "overlap", "schedule"),
+    [(2, 1, True, "1f1b"), (3, 2, False, "1f1b"), (3, 2, True, "1f1b"), (3, 1, True, "zb-h1"), (3, 2, True, "zbv")],
+)
+def test_stages_give_the_gradients_of_one_process(stages: int, chunks: int, overlap: bool, schedule: str) -> None:
+    counts, placement = [1, 2, 5], placement_of(schedule, stages, chunks)
+    ranks = run_on_ranks(run_stage, stages, chunks, counts, overlap, schedule)
     for index, count in enumerate(counts):
         model = [Part(number) for number in range(stages * chunks)]
         losses = []
@@ -88,10 +93,10 @@ def test_stages_give_the_gradients_of_one_process(stages: int, chunks: int, over
                 data = part(data)
             (data.square().sum() / count).backward()
             losses.append(data.square().sum().item())
-        assert ranks[-1][index][0] == pytest.approx(losses, rel=1e-12) and ranks[0][index][0] == []
         for stage, rank in enumerate(ranks):
+            assert rank[index][0] == (pytest.approx(losses, rel=1e-12) if stage == placement.loss_stage else [])
             for chunk, gradient in enumerate(rank[index][1]):
-                expected = model[chunk * stages + stage].weight.grad
+                expected = model[placement.part_of(stage, chunk)].weight.grad
                 torch.testing.assert_close(gradient, expected, rtol=1e-12, atol=1e-14)
 
 
