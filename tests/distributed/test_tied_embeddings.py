@@ -11,7 +11,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.group_collectives import RemoteRankError
 from megatron.core.logical_tensors import canonical_name
-from megatron.core.optimizer import ParamGroupOverride, ParamKey
+from megatron.core.optimizer import OptimizerConfig, ParamGroupOverride, ParamKey, get_megatron_optimizer
 from megatron.core.tensor_parallel.param_attributes import gradient_of, mark_shared
 from megatron.training.training import run_step
 from tests.counts import long_count, soak_only
@@ -58,11 +58,11 @@ TABLES = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "copies"), [(2, 3), soak_only(4, 3)])
-def test_b9_both_copies_stay_bit_equal_and_equal_to_one_process(stages: int, copies: int) -> None:
+@pytest.mark.parametrize(("stages", "copies", "schedule"), [(2, 3, "1f1b"), (2, 2, "zbv"), soak_only(4, 3, "1f1b")])
+def test_b9_both_copies_stay_bit_equal_and_equal_to_one_process(stages: int, copies: int, schedule: str) -> None:
     argv = command_line({**read_bases()["dense"], **TRAINING})
     [[reference]] = run_on_ranks(_tables, 1, [argv])
-    layout = ["--pipeline-model-parallel-size", str(stages)]
+    layout = ["--pipeline-model-parallel-size", str(stages), "--pipeline-schedule", schedule]
     argvs = [[*argv, *layout, *command_line(mode)] for mode in MODES]
     tables = run_on_ranks(_tables, stages * copies, argvs, timeout=300)
     held = [table for rank in tables for table in rank]
@@ -134,6 +134,38 @@ def _wrapped_ends(frozen_on: int) -> tuple[Tensor, bool]:
     wrap(model, pg_collection=groups)
     weights.append(_table(model))
     return torch.stack(weights).detach(), _table(model).requires_grad
+
+
+def test_b9_the_copy_on_the_same_stage_starts_as_its_owner() -> None:
+    (first, copy), rest = run_on_ranks(_ends_of_a_v, 2)
+    assert torch.equal(first, copy) and rest == []
+
+
+def _ends_of_a_v() -> list[Tensor]:
+    """Builds a model in a V and its optimizer; returns the tied weights of this stage, which have differed before."""
+    parallel_state.initialize_model_parallel(1, 2, 2, pipeline_schedule="zbv")
+    config = small_config(
+        num_layers=4,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=2,
+        pipeline_schedule="zbv",
+    )
+    model = [
+        small_model(
+            config,
+            pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=chunk),
+            post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=chunk),
+            share_embeddings_and_output_weights=True,
+            vp_stage=chunk,
+        )
+        for chunk in range(2)
+    ]
+    if dist.get_rank() == 0:
+        # As if a script had loaded weights into one chunk only.
+        _table(model[0]).data.fill_(2.0)
+    wrapped = [wrap(chunk, pg_collection=parallel_state.get_process_groups()) for chunk in model]
+    get_megatron_optimizer(OptimizerConfig(lr=0.01), wrapped)
+    return [_table(chunk).detach() for chunk in model] if dist.get_rank() == 0 else []
 
 
 def _table(model: nn.Module) -> nn.Parameter:

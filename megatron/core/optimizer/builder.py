@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from megatron.core.distributed.consistency import follow_owner_on_stage
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.layout import FlatBuffer, ParamSlot
@@ -69,7 +70,8 @@ def get_megatron_optimizer(
     get_standard_config_overrides, which a script can extend; with {} every parameter decays. use_gloo_process_groups:
     whether save_parameter_state of a DistributedOptimizer gathers through the host, if there is a group for it.
     pg_collection: groups over which norm and overflow are reduced; None means the groups of parallel_state, if there
-    are any. Collective over these groups. dump_param_to_param_group_map: path of a JSON file to which rank 0 writes the
+    are any. Collective over these groups. If a stage holds both ends of the model, the copy of a tied weight takes the
+    values of its owner. dump_param_to_param_group_map: path of a JSON file to which rank 0 writes the
     group settings of each parameter of the model, by name. no_weight_decay_cond, scale_lr_cond, lr_mult: arguments of
     older scripts. Raises ValueError if these are set, and for settings that are inconsistent with the chunks.
     """
@@ -87,6 +89,8 @@ def get_megatron_optimizer(
     grouping = ParamGrouping(config, config_overrides)
     slots = [slot for buffer in buffers for slot in buffer.slots]
     keys = _agree_on_groups(slots, grouping, groups=groups)
+    # The wrapper of a chunk does not see the others, where a copy on the same stage has its owner.
+    follow_owner_on_stage(model_chunks)
     if dump_param_to_param_group_map is not None:
         _write_groups(dump_param_to_param_group_map, config, {slot.name: keys[slot.param] for slot in slots}, groups)
     patterns = chunks[0].ddp_config.param_name_patterns_for_fp32_local_accumulation
