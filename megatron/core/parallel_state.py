@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
-from megatron.core.pipeline_placement import Placement, placement_of
+from megatron.core.pipeline_placement import Placement, check_chunks, placement_of
 from megatron.core.process_groups_config import (
     EXISTING,
     ProcessGroupCollection,
@@ -291,6 +291,7 @@ def initialize_model_parallel(
         raise RuntimeError("model parallel groups already exist: call destroy_model_parallel() first")
     check_optional_size("expert_tensor_parallel_size", expert_tensor_parallel_size)
     check_virtual_size(virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
+    check_chunks(pipeline_schedule, pipeline_model_parallel_size, virtual_pipeline_model_parallel_size)
     check_hierarchy(hierarchical_context_parallel_sizes, context_parallel_size)
     dense, expert = rank_grids(
         dist.get_world_size(),

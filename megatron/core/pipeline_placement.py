@@ -81,6 +81,15 @@ def configured_placement(config: PlacementConfig) -> Placement:
     )
 
 
+def check_chunks(schedule: str, num_stages: int, virtual_size: int | None) -> None:
+    """Raises ValueError if a schedule places chunks in a V, and stages have another number of chunks than two."""
+    if schedule in V_SCHEDULES and num_stages > 1 and virtual_size != 2:
+        raise ValueError(
+            f"virtual_pipeline_model_parallel_size is {virtual_size} and pipeline_schedule is {schedule}: must be 2, "
+            "because stages have two chunks each"
+        )
+
+
 def placement_of(schedule: str, num_stages: int, num_chunks: int) -> Placement:
     """Returns the placement of a value of --pipeline-schedule. One stage with one chunk has no V."""
     return Placement(num_stages, num_chunks, schedule in V_SCHEDULES and num_stages > 1)

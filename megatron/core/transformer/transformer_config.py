@@ -25,7 +25,7 @@ from megatron.core.model_parallel_config import (
     validate_parallel_layout,
     validate_precision,
 )
-from megatron.core.pipeline_placement import V_SCHEDULES
+from megatron.core.pipeline_placement import check_chunks
 from megatron.core.transformer.attention_config import (
     AttentionConfig,
     MLAConfig,
@@ -391,12 +391,7 @@ def validate_schedule(config: TransformerConfig) -> None:
             f"pipeline_schedule is {kind} and virtual_pipeline_model_parallel_size is {chunks}: {kind} has one chunk "
             "per stage, so omit virtual stages, or use 1f1b"
         )
-    virtual, stages = config.virtual_pipeline_model_parallel_size, config.pipeline_model_parallel_size
-    if kind in V_SCHEDULES and stages > 1 and virtual != 2:
-        raise ValueError(
-            f"virtual_pipeline_model_parallel_size is {virtual} and pipeline_schedule is {kind}: must be 2, because "
-            "stages have two chunks each"
-        )
+    check_chunks(kind, config.pipeline_model_parallel_size, config.virtual_pipeline_model_parallel_size)
     if kind == "dualpipev":
         _validate_pairs(config)
     given = None if kind == "dualpipev" else _given_overlap(config)

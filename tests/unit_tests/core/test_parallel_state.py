@@ -240,6 +240,20 @@ def test_virtual_stages_decide_who_is_first_and_last_only_when_asked() -> None:
         assert parallel_state.get_virtual_pipeline_model_parallel_world_size() == 3
 
 
+@pytest.mark.parametrize(("rank", "chunks"), [(0, [(True, False), (False, True)]), (1, [(False, False)] * 2)])
+def test_the_first_stage_of_a_v_holds_both_ends_of_the_model(rank: int, chunks: list[tuple[bool, bool]]) -> None:
+    with fake_world(rank, 2):
+        parallel_state.initialize_model_parallel(1, 2, 2, pipeline_schedule="zbv")
+        for chunk, ends in enumerate(chunks):
+            asked: dict[str, Any] = {"ignore_virtual": False, "vp_stage": chunk}
+            assert parallel_state.is_pipeline_first_stage(**asked) == ends[0]
+            assert parallel_state.is_pipeline_last_stage(**asked) == ends[1]
+        assert parallel_state.is_pipeline_first_stage() == parallel_state.is_pipeline_last_stage() == (rank == 0)
+        # Tied weights need no group, because their gradients are added on one stage.
+        embedding = parallel_state.get_embedding_group(check_initialized=False)
+        assert embedding is None if rank == 1 else embedding is not None and embedding.size() == 1
+
+
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
@@ -260,6 +274,10 @@ def test_virtual_stages_decide_who_is_first_and_last_only_when_asked() -> None:
             "instances is 2: must be 1 with order 'dp-ep-tp-cp-pp'.* list dp after tp, cp and ep",
         ),
         ({"virtual_pipeline_model_parallel_size": 2}, "requires a pipeline_model_parallel_size \\(1\\) of at least 2"),
+        (
+            {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zbv"},
+            "virtual_pipeline_model_parallel_size is None and pipeline_schedule is zbv: must be 2",
+        ),
         (
             {"create_gloo_process_groups": False, "use_sharp": True},
             "use_sharp is True: not available here; keep the default F",
