@@ -9,7 +9,9 @@ from unittest.mock import patch
 
 import pytest
 import torch.distributed as dist
+from torch import nn
 
+import pretrain_gpt
 from megatron.core.distributed import grad_intake
 from megatron.core.group_collectives import gather_objects
 from megatron.core.pipeline_parallel.runner import ScheduleRunner
@@ -31,6 +33,7 @@ from megatron.core.pipeline_placement import V_SCHEDULES
 from megatron.core.process_groups_config import group_rank, group_size
 from megatron.core.tensor_parallel import weight_grads
 from megatron.core.tensor_parallel.weight_grads import SplitBackward
+from megatron.core.transformer.moe.paged_stash.stash_order import EventKind
 from megatron.core.utils import get_model_config
 from megatron.training.run import TrainingRun
 from megatron.training.training import run_step
@@ -39,7 +42,7 @@ from tests.distributed.pair_runs import PAIRS
 from tests.distributed.parity import boxes_of_state, layout, put_together
 from tests.distributed.stash_runs import argv_of
 from tests.distributed.test_expert_overlap import COMMON, DIMENSIONS, EXPERTS, Collectives, train_argv
-from tests.distributed.tiny_runs import digest_of, started_run
+from tests.distributed.tiny_runs import TrainedRun, digest_of, started_run
 from tests.functional_tests.case import Flags
 from tests.harness import run_on_ranks
 from tests.pairwise import Case, covering
@@ -309,3 +312,28 @@ def test_executed_passes_of_equal_length_leave_the_bubble_of_the_schedule(flags:
     spans = timeline(orders, pipeline)
     assert max(span.end for stage in spans for span in stage.values()) == units
     assert bubble_share(spans) == pytest.approx(1 - busy / units)
+
+
+def _with_frozen_fc1(**position: Any) -> nn.Module:
+    model = pretrain_gpt.model_provider(**position)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.endswith("experts.weight1"))
+    return model
+
+
+def _beside_frozen_fc1(schedule: Flags, kind: str) -> tuple[list[Any], int]:
+    """Returns the steps, and the number of weight passes that the stash expects."""
+    trained = TrainedRun()
+    argv = argv_of(COMMON, layout(pp=2), EXPERTS[kind], {"global-batch-size": 5, "train-iters": 2}, schedule)
+    with started_run(argv, model_provider=_with_frozen_fc1) as run:
+        trained.train(run)
+        assert run.expert_memory is not None and run.expert_memory.stash is not None
+        order = run.expert_memory.stash.order
+        assert not order.departed
+        return trained.steps, sum(event.kind is EventKind.WEIGHT for event in order.events)
+
+
+@pytest.mark.parametrize("kind", ["pages", slow("copies")])
+def test_layers_whose_weights_do_not_read_x_release_it_in_backward(kind: str) -> None:
+    plain, split = (run_on_ranks(_beside_frozen_fc1, 2, flags, kind, timeout=60) for flags in ({}, SCHEDULES["zb-h1"]))
+    assert split == plain and all(num_weights == 0 for _, num_weights in split)

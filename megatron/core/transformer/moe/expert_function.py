@@ -290,12 +290,12 @@ class _SavedRows:
         return stashed | (dict(zip(held, unpacked([*held.values()]))) if self._is_packed else held)
 
     def new_reader(self) -> RowsReader | None:
-        """Returns what a product informs of reading the rows; None if they are not in pages."""
-        return self._stashed.add_reader() if self.is_in_pages and self._stashed is not None else None
+        """Returns what a product informs of reading the rows; None if they are in no pages."""
+        return None if self._stashed is None else self._stashed.add_reader()
 
     def done(self, *, has_failed: bool = False) -> None:
         """Says that backward reads no row any more, except for the products of new_reader."""
-        if self.is_in_pages and self._stashed is not None:
+        if self._stashed is not None:
             self._stashed.done(has_failed=has_failed)
 
 

@@ -13,6 +13,7 @@ forward. torch's kernel would first write a temporary of the weights' size. fp64
 import enum
 import functools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from megatron.core.device import cpu_alone
 from megatron.core.paged_rows import PagedRows, Rows, operand
+from megatron.core.tensor_parallel.weight_grads import WeightGrad
 from megatron.core.transformer.moe.paged_stash import RowsReader
 from megatron.core.transformer.moe.paged_stash.expert_ops import HAS_TRITON, multiply_rows, ops
 
@@ -158,12 +160,15 @@ class ExpertGrads:
             return None
         return replace(self, rows=self._detached_rows(), grad=self.grad.detach())
 
-    def kept(self) -> "ExpertGrads":
+    def kept(self) -> "WeightGrad":
         """Returns the product for use in a later backward, with rows that remain where they are, or a copy."""
-        if self.reader is None or type(self.rows) is not PagedRows:
-            return replace(self, rows=self._detached_rows(), grad=self.grad.detach())
+        grad = self.grad.detach()
+        if self.reader is None:
+            return replace(self, rows=self._detached_rows(), grad=grad)
+        if isinstance(self.rows, Tensor):
+            return ReadAgain(replace(self, rows=without_rows(self.rows), grad=grad, reader=None), self.reader)
         rows, reader = self.reader.kept(self.rows)
-        return replace(self, rows=rows, grad=self.grad.detach(), reader=reader)
+        return replace(self, rows=rows, grad=grad, reader=reader)
 
     def _detached_rows(self) -> Rows:
         return self.rows if type(self.rows) is PagedRows else self.rows.detach()
@@ -173,6 +178,47 @@ class ExpertGrads:
         """Splits rows and gradients by expert. NOTE: reads the offsets on the host."""
         assert isinstance(self.rows, Tensor), "rows in pages are read by an operator"
         return list(zip(_split_sync(self.rows, self.offsets), _split_sync(self.grad, self.offsets)))
+
+
+@dataclass(frozen=True)
+class ReadAgain:
+    """WeightGrad whose input rows a stash copies back from its pages when it is computed.
+
+    product: without rows. reader: of the rows.
+    """
+
+    product: Any
+    reader: RowsReader
+
+    def compute(self) -> Tensor:
+        """Returns the gradient: [*weight shape], as the product does."""
+        found: Tensor = self._with_rows().compute()
+        self.reader.end()
+        return found
+
+    def fits(self, out: Tensor) -> bool:
+        """Returns whether add_to supports the dtype and device of `out`: [*weight shape], any float dtype."""
+        return bool(self.product.fits(out))
+
+    def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
+        """Adds scale times the gradient to `out`: [*weight shape], a dtype that fits. is_zero: overwrite `out`."""
+        self._with_rows().add_to(out, scale=scale, is_zero=is_zero)
+        self.reader.end()
+
+    def detached(self) -> "ReadAgain":
+        """Returns the product itself, which holds no graph."""
+        return self
+
+    kept = detached
+
+    def _with_rows(self) -> Any:
+        self.reader.begin()
+        return replace(self.product, rows=self.reader.restored())
+
+
+def without_rows(rows: Tensor) -> Tensor:
+    """Returns a tensor like rows, [R, W], any dtype, without a row and without their memory."""
+    return rows.new_empty(0, *rows.shape[1:])
 
 
 def _adds_in_kernel(rows: Rows) -> bool:

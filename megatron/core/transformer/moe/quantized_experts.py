@@ -36,7 +36,9 @@ from torch import Tensor
 from megatron.core.block_scaled.format import BlockFormat
 from megatron.core.block_scaled.operators import ops, quantize_weight
 from megatron.core.fusions.gated_activation import ActivationForm
-from megatron.core.paged_rows import PagedRows, Rows, operand
+from megatron.core.paged_rows import Rows, operand
+from megatron.core.tensor_parallel.weight_grads import WeightGrad
+from megatron.core.transformer.moe.grouped_gemm import ReadAgain, without_rows
 from megatron.core.transformer.moe.paged_stash import RowsReader
 
 
@@ -173,10 +175,12 @@ class QuantizedGrads:
         """Returns the product itself: bytes have no graph. None if the rows are in memory that others will reuse."""
         return self if self.reader is None or self.reader.can_be_deferred else None
 
-    def kept(self) -> "QuantizedGrads":
+    def kept(self) -> WeightGrad:
         """Returns the product for use in a later backward, with rows that remain where they are, or a copy."""
-        if self.reader is None or type(self.rows) is not PagedRows:
+        if self.reader is None:
             return self
+        if isinstance(self.rows, Tensor):
+            return ReadAgain(replace(self, rows=without_rows(self.rows), reader=None), self.reader)
         rows, reader = self.reader.kept(self.rows)
         return replace(self, rows=rows, reader=reader)
 

@@ -78,7 +78,7 @@ def page_moves(events: Sequence[StashEvent], *, prefetch_groups: int) -> list[Pa
     """Lists the page allocations and releases of a step, in order.
 
     A backward releases the pages of its group and of the groups that it prefetches, unless their weight gradients still
-    need them.
+    need them; then the pass of these gradients does.
     """
     order, resident, late = StashOrder(events), resident_groups(events), late_groups(events)
     indices: dict[GroupKey, int] = {}
@@ -93,7 +93,7 @@ def page_moves(events: Sequence[StashEvent], *, prefetch_groups: int) -> list[Pa
                 moves.append(PageMove(place, event.group, indices[event.group], is_taken=True))
             continue
         is_late = event.kind is EventKind.WEIGHT
-        for done in (event, *order.upcoming_backwards(event, prefetch_groups)):
+        for done in (event, *(() if is_late else order.upcoming_backwards(event, prefetch_groups))):
             if done.group in held and (done.group in late) == is_late:
                 held.remove(done.group)
                 moves.append(PageMove(place, done.group, indices[done.group], is_taken=False))

@@ -74,6 +74,8 @@ class GroupMemory:
         self.recomputations: list[Recomputation] = []
         self.ready: torch.Event | None = None  # set when rows are restored and dropped tensors recomputed
         self.let_go: Callable[[], None] | None = None  # releases the pages, if that has not happened yet
+        # Whether the pages are released after the weight gradients instead of in backward.
+        self.keeps_pages = False
         self.placed: list[PagedRows] = []  # the tensors of a group that is computed in pages, until they are released
         self.scratch_generation = CLOSED  # number of resets of the pool before the group was computed in the scratch
         self.scratch_set = 0  # the set of scratch pages in which rows without pages on the device are computed
@@ -473,7 +475,7 @@ class PageKeeper:
 
         Rows from the host are in the scratch, which the next group needs. A group without pages moves out of it.
         """
-        return group.pages is None or not self.pool.layout.host_pages
+        return group.pages is None or not (group.pages.computed and self.pool.layout.host_pages)
 
     def end_backward(self, group: GroupMemory) -> None:
         """Ends the backward of a group that was placed, and whose weight gradients are computed later."""
@@ -483,12 +485,18 @@ class PageKeeper:
             self.pool.leave_to_readers(group.pages.group)
 
     def give_back(self, group: GroupMemory) -> None:
-        """Releases the pages of a group that was computed in them. Later calls do nothing."""
+        """Releases the pages of a group that was computed in them, or has kept them. Later calls do nothing."""
         pages = group.pages
         if pages is None:
             self.pool.scratch.leave(group)
             return
         if pages.is_given_back or pages.generation != self.generation:
+            return
+        if not pages.computed:
+            self._release(pages)
+            # The next plan must see these pages as free.
+            main_waits_for(pages.arrived, self.pool.device)
+            group.let_go = None
             return
         self.pool.scratch.leave(pages.group)
         self._release_computed(pages)
@@ -505,37 +513,76 @@ class PageKeeper:
         meanwhile.
         """
         pages = self._current(group)
-        targets = [self.pool.restored.take(place.end) for place in group.places]
-        placed = [*zip(targets, group.places, pages.group.tensors, strict=True)]
-        rows = [
-            self.pool.restored.take(tensor.spec.max_bytes) if place.encoded_width else target[place.lead : place.end]
-            for target, place, tensor in placed
-        ]
+        indices = range(len(group.places))
+        targets, rows = self._targets(group, pages, indices)
         # Kept alive until the main stream has waited for the copy. Otherwise the allocator could reuse the targets, and
         # the copy would overwrite them.
         pages.targets, pages.arriving = targets, rows
-        with self._restore_stream.behind_main(pages.stashed):
-            is_launched = False
-            try:
+        is_launched = False
+        try:
+            with self._restore_stream.behind_main(pages.stashed):
                 self.pool.restore(pages.group, rows, num_programs=0 if is_awaited else self._num_programs)
-                if pages.num_rows is not None:
-                    for encoded, (target, place, tensor) in zip(rows, placed, strict=True):
-                        if place.encoded_width:
-                            decode(encoded[: tensor.spec.max_bytes], pages.num_rows, out=place.rows_in(target))
+                self._decode(group, pages, indices, rows, targets)
                 is_launched = True
-            finally:
-                if not is_launched:
-                    # Another attempt replaces this memory, which the stream may still write to.
-                    main_waits_for(self._restore_stream.record(), self.pool.device)
-            # Set before the release, so that after an interruption in between nothing is copied from the pages twice.
-            group.phase = Phase.RESTORING
-            self._give_back(pages)
+                # Set before the release, so that after an interruption in between nothing is copied from the pages
+                # twice.
+                group.phase = Phase.RESTORING
+                if group.keeps_pages:
+                    pages.arrived = self._restore_stream.record()
+                else:
+                    self._give_back(pages)
+        finally:
+            if not is_launched:
+                # Another attempt replaces this memory, which the stream may still write to.
+                main_waits_for(self._restore_stream.record(), self.pool.device)
+
+    def restore_again(self, group: GroupMemory, index: int) -> Tensor:
+        """Copies one block of a group that keeps its pages back once more: [n], uint8, as in RestoredBlock."""
+        pages = self._current(group)
+        targets, rows = self._targets(group, pages, [index])
+        try:
+            with self._restore_stream.behind_main():
+                self.pool.restore(pages.group, rows, only=index)
+                self._decode(group, pages, [index], rows, targets)
+        finally:
+            # The main stream uses the memory afterwards, or, after an exception, frees it.
+            main_waits_for(self._restore_stream.record(), self.pool.device)
+        return targets[0]
+
+    def _targets(
+        self, group: GroupMemory, pages: GroupPages, indices: Sequence[int]
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Allocates memory for blocks of a group: [n] each, uint8, and the parts that a copy back writes to."""
+        targets = [self.pool.restored.take(group.places[index].end) for index in indices]
+        rows = []
+        for index, target in zip(indices, targets, strict=True):
+            place, spec = group.places[index], pages.group.tensors[index].spec
+            is_encoded = place.encoded_width > 0
+            rows.append(self.pool.restored.take(spec.max_bytes) if is_encoded else target[place.lead : place.end])
+        return targets, rows
+
+    @staticmethod
+    def _decode(
+        group: GroupMemory,
+        pages: GroupPages,
+        indices: Sequence[int],
+        rows: Sequence[Tensor],
+        targets: Sequence[Tensor],
+    ) -> None:
+        """Decodes the copied rows of those blocks whose rows are encoded. rows, targets: as in _targets."""
+        if pages.num_rows is None:
+            return
+        for index, encoded, target in zip(indices, rows, targets, strict=True):
+            place, spec = group.places[index], pages.group.tensors[index].spec
+            if place.encoded_width:
+                decode(encoded[: spec.max_bytes], pages.num_rows, out=place.rows_in(target))
 
     def finish_restore(self, group: GroupMemory) -> None:
         """Makes the main stream wait for the rows and recompute the dropped tensors."""
         pages = self._current(group)
-        with self._restore_stream.behind_main():
-            self._give_back(pages)
+        if not group.keeps_pages:
+            with self._restore_stream.behind_main():
+                self._give_back(pages)
         main_waits_for(pages.arrived, self.pool.device)
         for one in sorted(group.recomputations, key=lambda one: one.priority):
             # The host does not wait: recompute reads the flag on the device, and writes nothing if it is 0.
@@ -552,6 +599,8 @@ class PageKeeper:
                 alive.restored = target
         group.ready = record_main(self.pool.device)
         group.recomputations, pages.targets, pages.arriving, group.phase = [], [], (), Phase.READY
+        if group.keeps_pages:
+            return
         # Kernels of the main stream read the flags. The records must not be reused before these kernels are done.
         self.pool.close_group(pages.group, after=group.ready)
         group.let_go = None

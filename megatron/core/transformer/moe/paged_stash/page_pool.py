@@ -362,7 +362,7 @@ class PagePool:
         Raises ValueError for sources of the wrong size, dtype or device.
         """
         self.check_fresh(group.generation)
-        self._check_memories(group, sources, name="sources")
+        self._check_memories(group.tensors, sources, name="sources")
         for call in group.calls:
             ops.stash(
                 [sources[index] for index in call.indices],
@@ -377,16 +377,23 @@ class PagePool:
             )
 
     def restore(
-        self, group: PageGroup, targets: Sequence[Tensor], *, num_programs: int = 0, host_only: bool = False
+        self,
+        group: PageGroup,
+        targets: Sequence[Tensor],
+        *,
+        num_programs: int = 0,
+        host_only: bool = False,
+        only: int | None = None,
     ) -> None:
         """Copies live rows out of the group's pages, or of those on the host. Other bytes remain unchanged.
 
-        targets: like the sources of stash, [bytes], uint8. Raises ValueError for targets of the wrong size, dtype or
-        device.
+        targets: like the sources of stash, [bytes], uint8. only: position of the one tensor to copy, to targets[0].
+        Raises ValueError for targets of the wrong size, dtype or device.
         """
         self.check_fresh(group.generation)
-        self._check_memories(group, targets, name="targets")
-        for call in group.calls:
+        placed = group.tensors if only is None else [group.tensors[only]]
+        self._check_memories(placed, targets, name="targets")
+        for call in group.calls if only is None else [OperatorCall([0], encode_tensors(placed), [])]:
             ops.restore(
                 self.device_pages,
                 self.host_pages,
@@ -474,10 +481,10 @@ class PagePool:
         if generation != self.generation:
             raise RuntimeError("the group has no pages: it is closed, or was opened before its pool's last reset")
 
-    def _check_memories(self, group: PageGroup, memories: Sequence[Tensor], *, name: str) -> None:
-        if len(memories) != len(group.tensors):
-            raise ValueError(f"{name} contains {len(memories)} tensors: the group requires {len(group.tensors)}")
-        for index, (memory, placed) in enumerate(zip(memories, group.tensors)):
+    def _check_memories(self, tensors: Sequence[PlacedTensor], memories: Sequence[Tensor], *, name: str) -> None:
+        if len(memories) != len(tensors):
+            raise ValueError(f"{name} contains {len(memories)} tensors: the group requires {len(tensors)}")
+        for index, (memory, placed) in enumerate(zip(memories, tensors)):
             if memory.ndim != 1 or memory.dtype != torch.uint8 or not memory.is_contiguous():
                 found = f"{list(memory.shape)}, {memory.dtype}"
                 raise ValueError(f"{name}[{index}] ({found}) must be one-dimensional, contiguous and torch.uint8")

@@ -705,10 +705,15 @@ class PagedStash:
 
     def _give_back(self, group: GroupMemory, *, is_weight_pass: bool = False) -> None:
         with self._keeper:
-            if is_weight_pass and self._records_weights and group.generation == self._keeper.generation:
+            is_event = is_weight_pass and (self._records_weights or group.keeps_pages)
+            if is_event and group.generation == self._keeper.generation:
                 self.order.observe(StashEvent(EventKind.WEIGHT, *group.key))
             self._keeper.give_back(group)
             group.placed = []
+
+    def _read_again(self, group: GroupMemory, index: int) -> Tensor:
+        with self._keeper:
+            return self._keeper.restore_again(group, index)
 
     def _end_backward(self, group: GroupMemory) -> None:
         with self._keeper:
@@ -755,6 +760,7 @@ class StashedRows:
 
     If `place` returns pages, the owner computes the tensors in them. After `read` it calls `done`, and before that
     `add_reader` for each product that may read the rows later. The pages are released once all of these have ended.
+    Pages with copies are released by `read`, unless the stash expects weight gradients to be computed later.
 
     Use it as a context manager around the group's forward: an exception marks the step as incomplete. No one may write
     to the tensors after `save`: copies into pages may still be reading them, and changes are not detected.
@@ -771,6 +777,8 @@ class StashedRows:
         self._num_readers = 0
         # The graph task of the backward that reads the rows.
         self._backward = -1
+        # Describes the first saved tensor, if the group keeps its pages.
+        self._first: StorageView | None = None
         self._is_saved = False
         # Whether `save` accepts a recomputation of gate_up, which then requires bit-identical kernels.
         self.may_recompute = stash.has_rungs
@@ -826,6 +834,7 @@ class StashedRows:
                     f"contiguous, with offset 0 and max_rows ({self._max_rows}) rows"
                 )
         self._is_saved = True
+        group.keeps_pages = stash.order.is_late(group.event)
         if group.phase is Phase.RECORDING or stash.dtype is not None:
             blocks = [Block.whole(tensor) for tensor in tensors]
             for block, tensor in zip(blocks, tensors) if stash.dtype is not None else ():
@@ -872,24 +881,35 @@ class StashedRows:
         self._stash._settle(self._group)
         tensors = self._kept or [view.over(memory.bytes, memory.first_byte) for view, memory in self._restored]
         if not keep:
+            if self._group.keeps_pages and self._restored:
+                self._num_readers, self._backward, self._first = 1, current_backward_id(), self._restored[0][0]
             self._kept, self._restored = [], []
         return [*tensors]
 
-    def add_reader(self) -> "RowsReader":
-        """Adds a product that will read rows in pages, also after `done`."""
+    def add_reader(self) -> "RowsReader | None":
+        """Adds a product that will read rows in pages, also after `done`; None if this backward releases the pages."""
+        if not self._num_readers:
+            return None
         self._num_readers += 1
         return RowsReader(self)
 
+    def _read_again(self) -> Tensor:
+        """Copies the first tensor that `save` received back from its pages once more."""
+        assert self._first is not None, "read by the group's backward"
+        memory = self._stash._read_again(self._group, 0)
+        return self._first.over(memory, self._group.places[0].first_byte)
+
     def done(self, *, has_failed: bool = False) -> None:
-        """Ends a backward. The pages of rows that were placed are released once all of their readers have ended.
+        """Ends a backward. Pages that it has not released are released once all of their readers have ended.
 
         has_failed: whether an exception ended it. The pages are then released immediately.
         """
-        if not self._is_placed or not self._num_readers:
+        if not self._num_readers:
             return
         self._num_readers = 0 if has_failed else self._num_readers - 1
         if self._num_readers:
-            self._stash._end_backward(self._group)
+            if self._is_placed:
+                self._stash._end_backward(self._group)
         else:
             self._stash._give_back(self._group)
 
@@ -925,6 +945,14 @@ class RowsReader:
     def can_be_deferred(self) -> bool:
         """Whether the product may read the rows after other groups have computed."""
         return self._rows is not None and self._rows._can_be_deferred()
+
+    def restored(self) -> Tensor:
+        """Returns the first tensor that was saved, of a group that has copied it into pages, once more.
+
+        [C, W], any dtype, in memory of its own.
+        """
+        assert self._rows is not None, "a product reads its rows once"
+        return self._rows._read_again()
 
     def kept(self, rows: PagedRows) -> "tuple[PagedRows, RowsReader | None]":
         """Returns the rows, [C, W], any dtype, and their reader, for a product of a later backward.

@@ -119,6 +119,10 @@ class StashOrder:
         following = self._next_backward(event)
         return following is not None and following.group == event.group and event.group not in self._late
 
+    def is_late(self, event: StashEvent) -> bool:
+        """Returns whether the group of this forward is expected to keep pages for its weight gradients."""
+        return not self._departed and event.group in self._late
+
     def adjacent_backward(self, event: StashEvent) -> StashEvent | None:
         """Returns the next event after this one if it is a backward whose group ran forward; None if unknown."""
         following = self._next_backward(event)
