@@ -85,7 +85,7 @@ _ACCESSES_PER_UPDATE = 2
 _GIGA = 1e9
 # Bytes of parameters and of gradients, for experts (True) and dense layers (False).
 Weights = dict[bool, tuple[int, int]]
-# Layer kinds of each part of the pipeline, the first stage of each group of equal stages, and counts of kinds by stage.
+# Layer kinds of each part of the pipeline, the stages of `_distinct`, and counts of kinds by stage.
 _Layers = tuple[tuple[tuple[LayerKind, ...], ...], list[int], list[Counter[LayerKind | str]]]
 # Receives a status line for each layout, and may print only some of them.
 Progress = Callable[[str], None]
@@ -382,7 +382,10 @@ class LayoutCosts:
             kinds = iter(self._kinds)
             layers = tuple(tuple(islice(kinds, count)) for count in layout.counts)
             pipeline = pipeline_of(schedule, layout.stages, layout.chunks)
-            self._layers[key] = layers, _distinct_stages(layers, pipeline), _stage_kinds(layers, pipeline)
+            # A later stage may hold more for its weight passes than an equal one before it.
+            has_weight_passes = schedule.kind is not ScheduleKind.ONE_F_ONE_B
+            distinct = [*range(layout.stages)] if has_weight_passes else _distinct_stages(layers, pipeline)
+            self._layers[key] = layers, distinct, _stage_kinds(layers, pipeline)
         data = self._space.world_size // layout.model_ranks
         return Shape(
             self._space.world_size,
@@ -398,7 +401,7 @@ class LayoutCosts:
         )
 
     def _distinct(self, layout: Layout) -> list[int]:
-        """Returns the first stage of each group of equal stages. Later stages of a group never use more memory."""
+        """Returns the stages of which one uses the most memory: of equal stages only the first, if it always does."""
         return self._layers[layout.stages, layout.counts][1]
 
     def _weights_of(self, layout: Layout, costs: ModelCosts, *, shape: Shape) -> dict[int, Weights]:
@@ -652,8 +655,7 @@ def quick_seconds(
     forward.
     """
     slowest = max(stages, key=lambda one: one.total)
-    filling = sum(_idle_time(one, shape.schedule.kind) for one in stages) - _idle_time(slowest, shape.schedule.kind)
-    filling /= shape.chunks
+    filling = (sum(_idle_time(one, shape) for one in stages) - _idle_time(slowest, shape)) / shape.chunks
     times = shape.num_microbatches if sharding is Sharding.GRADIENTS else 1
     late = max(0.0, reduced - times * slowest.backward) + max(0.0, gathered - slowest.forward)
     in_pairs = num_pairs(shape, stage=stages.index(slowest)) / shape.chunks
@@ -661,18 +663,21 @@ def quick_seconds(
     return shape.num_microbatches * slowest.total - hidden + filling + late + updated
 
 
-def _idle_time(stage: PassSeconds, kind: ScheduleKind) -> float:
-    """Returns the time for which other stages wait for the passes of a stage's chunks, in seconds."""
-    idle = {
-        ScheduleKind.ONE_F_ONE_B: stage.total,
-        # Weight passes of other microbatches fill the time of two of them: F + B - 2 W remains.
-        ScheduleKind.ZB_H1: stage.total - 2 * stage.weights,
-        # The first microbatch passes through chunk 0 of all stages.
-        ScheduleKind.ZBV: stage.forward,
-        # As for ZBV, and pairs delay the backwards of later microbatches by F + B - 2 W.
-        ScheduleKind.DUALPIPEV: stage.total + stage.backward - 3 * stage.weights,
-    }
-    return max(0.0, idle[kind])
+def _idle_time(stage: PassSeconds, shape: Shape) -> float:
+    """Returns the time for which other stages wait for the passes of a stage, before division by its chunks."""
+    kind, few = shape.schedule.kind, 2 * shape.stages - 1
+    if kind is ScheduleKind.ONE_F_ONE_B:
+        return stage.total
+    if kind is ScheduleKind.ZB_H1:
+        # Weight passes of other microbatches fill the time of two of them: F + B + W - 2 W remains.
+        return max(0.0, stage.total - 2 * stage.weights)
+    if kind is ScheduleKind.DUALPIPEV and shape.num_microbatches > few:
+        return max(0.0, stage.total + stage.backward - 3 * stage.weights)
+    # ZBV, which DualPipeV runs with few microbatches. Stages wait for the first microbatch, and in addition for
+    # backwards that are longer than the weight passes that fill the time, as in the timelines of stages with equal
+    # chunks. Half of the exposed messages are taken to be in forwards.
+    forward, backward = stage.forward + stage.exposed / 2, stage.backward - stage.weights + stage.exposed / 2
+    return max(forward, backward) + max(0.0, backward - (1 if shape.num_microbatches < few else 2) * stage.weights)
 
 
 def data_traffic(weights: Mapping[bool, tuple[int, int]], shape: Shape, *, sharding: Sharding) -> tuple[Traffic, ...]:

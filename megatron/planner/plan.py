@@ -32,7 +32,7 @@ from megatron.core.pipeline_parallel.schedule import (
     pipeline_of,
     stage_orders,
 )
-from megatron.core.pipeline_placement import configured_placement
+from megatron.core.pipeline_placement import V_SCHEDULES, configured_placement
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.timers import Timers
 from megatron.core.transformer.moe.moe_layer import MoELayer
@@ -46,6 +46,7 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
 )
 from megatron.core.transformer.moe.paged_stash.stash_order import StashEvent
 from megatron.core.transformer.moe_config import GPU_ROW_ALIGNMENT
+from megatron.core.transformer.pipeline_split import layers_per_part
 from megatron.core.transformer.transformer_config import TransformerConfig, precision_lines
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import unwrap_model
@@ -585,6 +586,25 @@ def possible_schedules(run_config: RunConfig) -> tuple[ScheduleKind, ...]:
         return configured_placement(changed) == placement
 
     return tuple(kind for kind in ScheduleKind if is_possible(kind))
+
+
+def moved_to_a_v(run_config: RunConfig) -> RunConfig | None:
+    """Returns the settings of the run with two chunks per stage, placed in a V.
+
+    None if the run has other chunks than one per stage, or could not use such a schedule.
+    """
+    transformer = run_config.transformer
+    placement = configured_placement(transformer)
+    if placement.num_stages == 1 or placement.num_chunks > 1 or run_config.training.skip_train:
+        return None
+    for schedule in V_SCHEDULES:
+        moved = run_config.changed(pipeline_schedule=schedule, virtual_pipeline_model_parallel_size=2)
+        try:
+            layers_per_part(moved.transformer, num_layers=transformer.num_layers)
+        except ValueError:
+            continue
+        return moved
+    return None
 
 
 def with_planned_device(run_config: RunConfig) -> RunConfig:

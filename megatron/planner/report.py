@@ -21,7 +21,16 @@ from megatron.pages.page import MissingPackageError
 from megatron.planner.fit import Fit, Planner, fit_of, with_change
 from megatron.planner.layout_search import Advice, Found
 from megatron.planner.page import page
-from megatron.planner.plan import NOT_PLANNED, BufferLayout, ForwardStep, Plan, RankPlan, pipeline_number_of, plan_run
+from megatron.planner.plan import (
+    NOT_PLANNED,
+    BufferLayout,
+    ForwardStep,
+    Plan,
+    RankPlan,
+    moved_to_a_v,
+    pipeline_number_of,
+    plan_run,
+)
 from megatron.planner.step_time import (
     ASSUMPTIONS,
     PAIR_ASSUMPTION,
@@ -86,7 +95,9 @@ def print_plan(
     )
     plan = planner.plan(run_config)
     step = run_time(plan, run_config, device=device)
-    schedules = schedule_times(plan, run_config, device=device)
+    moved = moved_to_a_v(run_config)
+    moved_plan = None if moved is None else (planner.plan(moved), moved)
+    schedules = schedule_times(plan, run_config, device=device, moved=moved_plan)
     fit = fit_of(plan, device)
     if not fit.fits:
         fit = with_change(fit, plan, run_config, planner)
@@ -261,11 +272,9 @@ def schedule_line(times: Sequence[ScheduleTime], *, given: str) -> str:
     own, best = next(one for one in times if one.kind.value == given), min(times, key=lambda one: one.seconds)
     if best.seconds > own.seconds * (1 - _SAME_SPEED):
         return f"{compared}; none is faster than {given}"
-    more = max(new - old for new, old in zip(best.activation_bytes, own.activation_bytes, strict=True))
+    more = max(new - old for new, old in zip(best.num_bytes, own.num_bytes, strict=True))
     unit, size = next(((unit, size) for unit, size in _UNITS if abs(more) >= size), ("bytes", 1))
-    memory = (
-        f"a stage has up to {more / size:.2f} {unit} more activations" if more > 0 else "no stage needs more memory"
-    )
+    memory = f"a stage needs up to {more / size:.2f} {unit} more memory" if more > 0 else "no stage needs more memory"
     return (
         f"{compared}; with --pipeline-schedule {best.kind.value} the step takes "
         f"{100 * (1 - best.seconds / own.seconds):.1f}% less time, and {memory}"

@@ -164,34 +164,33 @@ def run_time(plan: Plan, run_config: RunConfig, *, device: Device) -> StepTime |
 class ScheduleTime:
     """Estimated step with one of the schedules of a layout.
 
-    bubble: share of the step, as a mean over stages. activation_bytes: activations of each stage at the peak of the
-    schedule, on the device and outside of a stash's pages.
+    bubble: share of the step, as a mean over stages. num_bytes: model states, and activations at the peak of the
+    schedule, of each stage, on the device and outside of a stash's pages.
     """
 
     kind: ScheduleKind
     seconds: float
     bubble: float
-    activation_bytes: tuple[int, ...]
+    num_bytes: tuple[int, ...]
 
 
-def schedule_times(plan: Plan, run_config: RunConfig, *, device: Device) -> list[ScheduleTime]:
+def schedule_times(
+    plan: Plan, run_config: RunConfig, *, device: Device, moved: tuple[Plan, RunConfig] | None = None
+) -> list[ScheduleTime]:
     """Compares the schedules that the run's layout could use, by their timelines. Empty if it has no choice.
 
-    Raises ValueError for a matmul dtype that the device does not support.
+    moved: the plan and the settings of the run with other model chunks, whose schedules are compared, too. Raises
+    ValueError for a matmul dtype that the device does not support.
     """
-    kinds = [kind for kind in ScheduleKind if all(kind in one.activations_by_schedule for one in plan.stages)]
-    if len(kinds) < 2:
-        return []
-    times = [_time_with(plan, run_config, device=device, schedule=Schedule(kind)) for kind in kinds]
-    return [
-        ScheduleTime(
-            kind,
-            time.seconds,
-            time.split()["bubble"] / time.seconds,
-            tuple(one.activations_by_schedule[kind] for one in plan.stages),
-        )
-        for kind, time in zip(kinds, times, strict=True)
-    ]
+    found = []
+    for one, settings in ((plan, run_config), *([] if moved is None else [moved])):
+        kinds = [kind for kind in ScheduleKind if all(kind in stage.activations_by_schedule for stage in one.stages)]
+        for kind in kinds:
+            schedule = configured_schedule(settings.transformer)._replace(kind=kind)
+            time = _time_with(one, settings, device=device, schedule=schedule)
+            num_bytes = tuple(stage.memory.states.total + stage.activations_by_schedule[kind] for stage in one.stages)
+            found.append(ScheduleTime(kind, time.seconds, time.split()["bubble"] / time.seconds, num_bytes))
+    return found if len(found) > 1 else []
 
 
 def _time_with(plan: Plan, run_config: RunConfig, *, device: Device, schedule: Schedule) -> StepTime:

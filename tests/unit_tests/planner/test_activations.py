@@ -13,6 +13,7 @@ from megatron.core.pipeline_parallel.schedule import (
     Schedule,
     ScheduleKind,
     passes,
+    pipeline_of,
     stage_orders,
 )
 from megatron.planner.activations import ChunkSaved, peak_bytes, turns_of_pair
@@ -88,14 +89,22 @@ def test_microbatches_hold_operands_between_backward_and_weight_pass() -> None:
     for stages, num_microbatches in ((4, 9), (4, 2), (2, 5)):
         for held in (1, 7, 30):
             chunk = ChunkSaved({"layer 0": {"attention": 7}}, held={"attention": 1, "gradients": held - 1})
-            for order in stage_orders(Pipeline(stages), num_microbatches, Schedule(ScheduleKind.ZB_H1)):
+            orders = [
+                order
+                for kind, num_chunks in ((ScheduleKind.ZB_H1, 1), (ScheduleKind.ZBV, 2))
+                for order in stage_orders(
+                    pipeline_of(Schedule(kind), stages, num_chunks), num_microbatches, Schedule(kind)
+                )
+            ]
+            for order in orders:
                 alive = peak = 0
                 for action in passes(order):
                     alive += {ActionKind.FORWARD: 7, ActionKind.BACKWARD: held - 7, ActionKind.WEIGHT: -held}[
                         action.kind
                     ]
                     peak = max(peak, alive)
-                assert alive == 0 and peak_bytes(order, [chunk]).total() == peak
+                chunks = [chunk] * (1 + max(action.chunk for action in passes(order)))
+                assert alive == 0 and peak_bytes(order, chunks).total() == peak
 
 
 def test_a_chunk_without_experts_runs_alone_in_a_pair() -> None:

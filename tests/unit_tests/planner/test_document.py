@@ -22,6 +22,7 @@ from megatron.planner.plan import (
     RankMemory,
     RankPlan,
     TemporaryBytes,
+    moved_to_a_v,
     pipeline_number_of,
 )
 from megatron.planner.report import links_lines, plan_document, print_plan, schedule_line, time_lines, write_plan
@@ -234,14 +235,33 @@ def test_a_plan_names_a_faster_schedule_and_draws_its_weight_passes() -> None:
     ]
     plan = replace(_plan(4), stages=stages)
     times = schedule_times(plan, _run_config(4), device=device)
-    assert [one.kind for one in times] == [ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB_H1] and times[1].seconds < times[0].seconds
+    assert [one.kind for one in times] == [ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB_H1] and times[1].seconds < times[
+        0
+    ].seconds
     line = schedule_line(times, given="1f1b")
     assert re.fullmatch(
         r"1f1b \S+ m?s \(bubble \S+%\), zb-h1 \S+ m?s \(bubble \S+%\); with --pipeline-schedule zb-h1 the step takes "
-        r"\S+% less time, and a stage has up to 3.00 GiB more activations",
+        r"\S+% less time, and a stage needs up to 3.00 GiB more memory",
         line,
     ), line
     assert schedule_line(times, given="zb-h1").endswith("; none is faster than zb-h1")
+    # Halves of the stages in a V wait for half a forward only, and the first stage needs more memory.
+    run_config = _run_config(4)
+    in_a_v = moved_to_a_v(run_config)
+    assert in_a_v is not None and moved_to_a_v(in_a_v) is None
+    halves = (ChunkWork(_work(0.005), _work(0.01), weights=_work(0.005)),) * 2
+    moved = [
+        replace(
+            stage,
+            load=replace(stage.load, chunks=halves),
+            activations_by_schedule={ScheduleKind.ZBV: (4 - stage.stage) * GIB},
+        )
+        for stage in stages
+    ]
+    times = schedule_times(plan, run_config, device=device, moved=(replace(plan, stages=moved), in_a_v))
+    assert schedule_line(times, given="1f1b").endswith("% less time, and a stage needs up to 2.00 GiB more memory")
+    assert [one.kind for one in times] == [ScheduleKind.ONE_F_ONE_B, ScheduleKind.ZB_H1, ScheduleKind.ZBV]
+    times = schedule_times(plan, run_config, device=device)
     # A layout without a choice.
     assert schedule_times(_plan(4), _run_config(4), device=device) == []
     run_config = _run_config(4).changed(pipeline_schedule="zb-h1")

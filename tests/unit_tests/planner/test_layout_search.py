@@ -116,13 +116,17 @@ def test_a_layout_with_pairs_tells_what_they_gain() -> None:
     )
 
 
-def test_a_schedule_with_weight_passes_is_searched_with_one_chunk_per_stage() -> None:
+def test_a_schedule_is_searched_with_the_chunks_that_it_can_have() -> None:
     words = ["--model", *DENSE, *FLAGS.split(), *ZERO_1.split(), PIPE, "2"]
-    chunks = []
-    for kind in ("1f1b", "zb-h1"):
-        request = read_request([*words, "--pipeline-schedule", kind], world_size=RANKS, devices_per_node=8)
-        chunks.append({one.chunks for one in request.space.layouts()})
-    assert chunks == [{1, 2}, {1}]
+    for kind, chunks, is_flagged in (("1f1b", {1, 2}, True), ("zb-h1", {1}, False), ("zbv", {2}, False)):
+        space = read_request([*words, "--pipeline-schedule", kind], world_size=RANKS, devices_per_node=8).space
+        # Equal parts need no layout flag.
+        space = replace(space, end_cost=0.0)
+        layouts = [*space.layouts()]
+        assert {one.chunks for one in layouts} == chunks
+        assert any("--num-virtual-stages-per-pipeline-rank" in space.flags(one) for one in layouts) == is_flagged
+    # Two chunks in each of four stages need more than four layers.
+    assert not [*replace(space, fixed=space.fixed | {"stages": 4}).layouts()]
 
 
 def test_levels_of_context_parallelism_are_refused_by_name() -> None:

@@ -6,7 +6,7 @@ from dataclasses import astuple
 import pytest
 
 import pretrain_gpt
-from megatron.core.pipeline_parallel.schedule import Pair, Pipeline, Schedule, stage_orders
+from megatron.core.pipeline_parallel.schedule import Pair, Schedule, ScheduleKind, pipeline_of, stage_orders
 from megatron.planner.activations import ChunkSaved, fullest, peak_bytes
 from megatron.planner.layer_costs import measure_memory
 from megatron.planner.layout_space import Layout, Recompute, Space
@@ -22,6 +22,7 @@ ALWAYS = (
     "--model-scale tiny --bf16 --mock-data --tokenizer-type NullTokenizer --seq-length 64 --global-batch-size 32 "
     f"--lr 1e-3 --train-iters 2 --dry-run --world-size {RANKS}"
 )
+IN_A_V = "--pipeline-schedule dualpipev --num-layers 8 --global-batch-size 64"
 DISPATCH = ("--moe-token-dispatcher-type", "alltoall")
 MODELS = {"llama3.2-1b": None, "mixtral-8x7b": 8, "deepseek-v3": 16, "gpt-oss-20b": 8}
 
@@ -86,6 +87,7 @@ def test_memory_of_layers_adds_up_to_stages(model: str) -> None:
         "--moe-paged-stash --moe-paged-stash-dtype mxfp8",
         "--overlap-moe-expert-parallel-comm",
         "--overlap-moe-expert-parallel-comm --moe-paged-stash",
+        f"--overlap-moe-expert-parallel-comm --moe-paged-stash {IN_A_V}",
     ],
 )
 @pytest.mark.parametrize("ends", [(1, 1), (3, 0)])
@@ -100,7 +102,9 @@ def test_memory_of_layers_in_two_precisions_adds_up_to_stages(flags: str, ends: 
     quick = quick_stages(run_config, measure_memory(run_config, provider, forward_step=step))
     for whole, added in zip(planned, quick, strict=True):
         assert added.states == whole.memory.states and added.pages == whole.memory.pages
-        assert +added.activations.by_kind == +whole.memory.activations.by_kind
+        # Only a plan of whole stages knows what microbatches hold until their weight pass.
+        if IN_A_V not in flags:
+            assert +added.activations.by_kind == +whole.memory.activations.by_kind
 
 
 @pytest.mark.slow
@@ -123,15 +127,24 @@ def test_offloaded_states_add_up_to_stages(flags: str) -> None:
     )
 
 
-@pytest.mark.parametrize("paired", [False, True])
-@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    [
+        *((Schedule(paired=paired), chunks) for paired in (False, True) for chunks in (1, 3)),
+        (Schedule(ScheduleKind.ZBV), 2),
+        (Schedule(ScheduleKind.DUALPIPEV, paired=True), 2),
+    ],
+)
 @pytest.mark.parametrize("num_microbatches", [3, 8, 41])
-def test_a_short_step_has_the_peak_of_the_long_one(chunks: int, num_microbatches: int, paired: bool) -> None:
-    pipeline = Pipeline(4, chunks)
+def test_a_short_step_has_the_peak_of_the_long_one(schedule: Schedule, chunks: int, num_microbatches: int) -> None:
+    pipeline = pipeline_of(schedule, 4, chunks)
     sizes = [{"a": 7, "b": 1}, {"a": 2, "b": 5}, {"a": 3, "b": 0}][:chunks]
-    saved = [ChunkSaved({"layer 0": own, "layer 1": own, END: {"a": 1}}, {"layer 0": 1, "layer 1": 1}) for own in sizes]
-    for stage, order in enumerate(stage_orders(pipeline, num_microbatches, Schedule(paired=paired))):
-        moments = fullest_moments(pipeline, stage, num_microbatches=num_microbatches, schedule=Schedule(paired=paired))
+    saved = [
+        ChunkSaved({"layer 0": own, "layer 1": own, END: {"a": 1}}, {"layer 0": 1, "layer 1": 1}, held={"b": 6})
+        for own in sizes
+    ]
+    for stage, order in enumerate(stage_orders(pipeline, num_microbatches, schedule)):
+        moments = fullest_moments(pipeline, stage, num_microbatches=num_microbatches, schedule=schedule)
         assert fullest(moments, saved) == peak_bytes(order, saved)
         assert any(one.pair is not None for one in moments) == any(isinstance(step, Pair) for step in order)
 

@@ -156,6 +156,11 @@ def test_weight_passes_fill_the_bubble_with_the_measured_part_of_a_backward() ->
     # The reduction of the last stage overlaps with its last weight pass alone, and with its bubble.
     step = _step([load(1.0)] * 4, 8, kind=ScheduleKind.ZB_H1, overlap=Overlap(gradients=True))
     assert step.stages[0].exposed["grad reduce"] == pytest.approx(0.5)
+    # Chunks in a V wait for (P - 1) F and for (P - 1) (2 F + 2 B - W), each of half a stage.
+    halves = StageLoad((ChunkWork(_seconds(0.5), _seconds(1.0), weights=_seconds(0.5)),) * 2)
+    for kind, seconds in ((ScheduleKind.ZBV, 25.5), (ScheduleKind.DUALPIPEV, 27.0)):
+        step = _step([halves] * 4, 8, kind=kind, paired=kind is ScheduleKind.DUALPIPEV)
+        assert step.seconds == pytest.approx(seconds) and _adds_up(step)
 
 
 def test_a_slow_stage_makes_the_others_wait() -> None:
