@@ -206,7 +206,8 @@ class PageKeeper:
     """Moves groups into and out of a pool's pages. Each stash has one instance. All methods are thread-safe.
 
     1. `stash` plans and fills pages on the stash stream, after the group's forward.
-    2. `start_restore` copies rows back on the restore stream, and then releases the pages.
+    2. `start_restore` copies rows back on the restore stream, and then releases the pages, unless the group keeps them
+       for weight gradients: `restore_again` then copies one block back once more, and `give_back` releases them.
     3. `finish_restore` makes the main stream wait for that copy, and recomputes dropped tensors.
     4. The pages of a group that autograd drops without backward are released when Python collects the group.
     5. `reset` frees all pages. Rows that are still in pages are lost.
