@@ -191,7 +191,7 @@ class ReadAgain:
     reader: RowsReader
 
     def compute(self) -> Tensor:
-        """Returns the gradient: [*weight shape], as the product does."""
+        """Returns the gradient: [*weight shape], the dtype of the rows."""
         found: Tensor = self._with_rows().compute()
         self.reader.end()
         return found
