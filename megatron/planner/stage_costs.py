@@ -35,7 +35,6 @@ from megatron.core.pipeline_parallel.schedule import (
 from megatron.core.transformer.moe.paged_stash.sizing import (
     LearnedSizes,
     PoolBytes,
-    keeps_pages_for_weights,
     largest_of_layers,
     pool_bytes,
     pool_layout,
@@ -271,8 +270,8 @@ def stash_bytes(costs: ModelCosts, shape: Shape, *, stage: int) -> PoolBytes:
         return PoolBytes()
     layers = _expert_layer_numbers(costs, shape, stage=stage)
     order = _orders(shape.pipeline, shape.num_microbatches, shape.schedule)[stage]
-    late = {number for of_chunk in layers for number in of_chunk} if keeps_pages_for_weights(costs.config) else set()
-    events = stash_events(kept_events(expand(order, layers)), late_layers=late)
+    late_layers = {number for of_chunk in layers for number in of_chunk}
+    events = stash_events(kept_events(expand(order, layers)), late_layers=late_layers)
     max_rows = costs.rows.max_rows if events else 0
     needs = step_needs(costs.config, events, max_rows=max_rows, balanced_rows=costs.rows.balanced)
     layout = pool_layout(costs.config, needs, learned=LearnedSizes())

@@ -55,7 +55,6 @@ from megatron.core.transformer.moe.paged_stash.sizing import (
     expected_share,
     gain_line,
     grown_sizes,
-    keeps_pages_for_weights,
     learned_lines,
     mean_row_bytes,
     page_size_on_gpu,
@@ -158,7 +157,6 @@ class ExpertSchedule:
         self._segments = _recomputed_segments(chunks)
         self._stage, self._order = group_rank(groups.pp), configured_schedule(config)
         self._pipeline = pipeline_of(self._order, group_size(groups.pp), len(chunks))
-        self._keeps_pages = keeps_pages_for_weights(config)
         self.events = lru_cache(maxsize=16)(self._events)
 
     def _events(self, num_microbatches: int) -> tuple[StashEvent, ...]:
@@ -170,23 +168,22 @@ class ExpertSchedule:
         return stash_events(kept_events(events), late_layers=self._late_layers())
 
     def _late_layers(self) -> set[int]:
-        """Returns the numbers of the layers whose rows remain in pages until their weight pass, which reads them."""
+        """Returns the numbers of the layers whose rows remain in pages until their weight pass, which reads them.
+
+        Other modules than GroupedMLP read in backward whatever they have saved.
+        """
         layers = [layer for of_chunk in self.layers for layer in of_chunk]
-        # Otherwise the rows of all layers of this rank are copied.
-        if not (self._keeps_pages and all(takes_order(layer.experts) for layer in layers)):
-            return set()
         return {
             layer.router.layer_number
             for layer in layers
-            if not isinstance(layer.experts, GroupedMLP) or layer.experts.trains_on_rows
+            if isinstance(layer.experts, GroupedMLP) and layer.experts.trains_on_rows
         }
 
 
 def stash_events(events: Sequence[ExpertEvent], *, late_layers: Collection[int] = ()) -> tuple[StashEvent, ...]:
     """Converts expert events of a schedule to stash events.
 
-    events: the result of kept_events. late_layers: numbers of the layers whose weight passes are events of the stash,
-    see keeps_pages_for_weights.
+    events: the result of kept_events. late_layers: numbers of the layers whose pages are released in weight passes.
     """
     return tuple(
         StashEvent(EventKind(one.kind.value), layer_name(one.layer), one.instance)

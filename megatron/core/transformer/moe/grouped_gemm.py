@@ -165,7 +165,7 @@ class ExpertGrads:
         grad = self.grad.detach()
         if self.reader is None:
             return replace(self, rows=self._detached_rows(), grad=grad)
-        if isinstance(self.rows, Tensor):
+        if self.reader.reads_again:
             return ReadAgain(replace(self, rows=without_rows(self.rows), grad=grad, reader=None), self.reader)
         rows, reader = self.reader.kept(self.rows)
         return replace(self, rows=rows, grad=grad, reader=reader)
@@ -216,9 +216,9 @@ class ReadAgain:
         return replace(self.product, rows=self.reader.restored())
 
 
-def without_rows(rows: Tensor) -> Tensor:
+def without_rows(rows: Rows) -> Tensor:
     """Returns a tensor like rows, [R, W], any dtype, without a row and without their memory."""
-    return rows.new_empty(0, *rows.shape[1:])
+    return torch.empty(0, rows.shape[1], dtype=rows.dtype, device=rows.device)
 
 
 def _adds_in_kernel(rows: Rows) -> bool:

@@ -179,7 +179,7 @@ class QuantizedGrads:
         """Returns the product for use in a later backward, with rows that remain where they are, or a copy."""
         if self.reader is None:
             return self
-        if isinstance(self.rows, Tensor):
+        if self.reader.reads_again:
             return ReadAgain(replace(self, rows=without_rows(self.rows), reader=None), self.reader)
         rows, reader = self.reader.kept(self.rows)
         return replace(self, rows=rows, reader=reader)

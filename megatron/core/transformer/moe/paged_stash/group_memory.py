@@ -207,7 +207,7 @@ class PageKeeper:
 
     1. `stash` plans and fills pages on the stash stream, after the group's forward.
     2. `start_restore` copies rows back on the restore stream, and then releases the pages, unless the group keeps them
-       for weight gradients: `restore_again` then copies one block back once more, and `give_back` releases them.
+       for weight gradients: `restore_first` then copies one tensor back once more, and `give_back` releases them.
     3. `finish_restore` makes the main stream wait for that copy, and recomputes dropped tensors.
     4. The pages of a group that autograd drops without backward are released when Python collects the group.
     5. `reset` frees all pages. Rows that are still in pages are lost.
@@ -476,14 +476,23 @@ class PageKeeper:
 
         Rows from the host are in the scratch, which the next group needs. A group without pages moves out of it.
         """
-        return group.pages is None or not (group.pages.computed and self.pool.layout.host_pages)
+        return group.pages is None or (group.pages.computed and not self.pool.layout.host_pages)
 
     def end_backward(self, group: GroupMemory) -> None:
         """Ends the backward of a group that was placed, and whose weight gradients are computed later."""
         if group.pages is None:
             self.pool.scratch.rest(group)
+        elif self.reads_again(group):
+            self.pool.scratch.leave(group.pages.group)
         else:
             self.pool.leave_to_readers(group.pages.group)
+
+    def reads_again(self, group: GroupMemory) -> bool:
+        """Returns whether weight gradients that are computed later copy rows back from the pages, which are kept.
+
+        They read rows that were computed in pages there, unless pages on the host may be among them.
+        """
+        return group.keeps_pages and group.pages is not None and not self.keeps_for_readers(group)
 
     def give_back(self, group: GroupMemory) -> None:
         """Releases the pages of a group that was computed in them, or has kept them. Later calls do nothing."""
@@ -537,14 +546,21 @@ class PageKeeper:
                 # Another attempt replaces this memory, which the stream may still write to.
                 main_waits_for(self._restore_stream.record(), self.pool.device)
 
-    def restore_again(self, group: GroupMemory, index: int) -> Tensor:
-        """Copies one block of a group that keeps its pages back once more: [n], uint8, as in RestoredBlock."""
-        pages = self._current(group)
-        targets, rows = self._targets(group, pages, [index])
+    def restore_first(self, group: GroupMemory) -> Tensor:
+        """Copies the first tensor of a group that keeps its pages to memory of its own, after the group's backward.
+
+        Returns [n], uint8, as in RestoredBlock, or from the first row on if the group was computed in pages.
+        """
+        pages, index = self._current(group), 0
+        if pages.computed:
+            targets = rows = [self.pool.restored.take(pages.group.tensors[index].spec.max_bytes)]
+        else:
+            targets, rows = self._targets(group, pages, [index])
         try:
             with self._restore_stream.behind_main():
                 self.pool.restore(pages.group, rows, only=index)
-                self._decode(group, pages, [index], rows, targets)
+                if not pages.computed:
+                    self._decode(group, pages, [index], rows, targets)
         finally:
             # The main stream uses the memory afterwards, or, after an exception, frees it.
             main_waits_for(self._restore_stream.record(), self.pool.device)

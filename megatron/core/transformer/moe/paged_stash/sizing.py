@@ -156,15 +156,6 @@ def step_needs(config: StashSettings, events: Sequence[StashEvent], *, max_rows:
     return StepNeeds(events, specs, balanced_rows, one_page)
 
 
-def keeps_pages_for_weights(config: StashSettings) -> bool:
-    """Returns whether a group keeps its pages until weight gradients that its backward held are computed.
-
-    Otherwise, if experts compute in pages and some are on the host, its backward releases them, and such weight
-    gradients are computed from a copy of x.
-    """
-    return not config.stash_computes_in_pages or config.moe_paged_stash_buffer_size_factor_cpu == 0
-
-
 def page_size_on_gpu(config: StashSettings) -> int:
     """Returns the rows of hidden size per page on a GPU.
 

@@ -228,7 +228,6 @@ class PagedStash:
         self.dtype = dtype
         self._prefetches_from_host = computes_in_pages and pool.scratch_sets > 1
         # Without pages on the host, groups keep their pages until their weight gradients are computed.
-        self._records_weights = computes_in_pages and not pool.layout.host_pages
         self._keeper = PageKeeper(pool, num_programs=num_programs, streams=streams or StashStreams.on(pool.device))
         self._instances: Multiset[str] = Multiset()  # number of forwards so far in this step, by name
         self._num_forwards = 0  # so far in this step
@@ -589,6 +588,7 @@ class PagedStash:
         """Allocates pages in which a group's forward computes its tensors; `_placed` ends that forward."""
         with self._keeper:
             self._enter(group, specs, max_rows=max_rows)
+            group.keeps_pages = not self.pool.layout.host_pages or self.order.is_late(group.event)
             if self._prefetches_from_host and self._part is None:
                 # Backwards that follow each other use different sets.
                 group.scratch_set = self.order.backward_index(group.event) % self.pool.scratch_sets
@@ -705,15 +705,14 @@ class PagedStash:
 
     def _give_back(self, group: GroupMemory, *, is_weight_pass: bool = False) -> None:
         with self._keeper:
-            is_event = is_weight_pass and (self._records_weights or group.keeps_pages)
-            if is_event and group.generation == self._keeper.generation:
+            if is_weight_pass and group.keeps_pages and group.generation == self._keeper.generation:
                 self.order.observe(StashEvent(EventKind.WEIGHT, *group.key))
             self._keeper.give_back(group)
             group.placed = []
 
-    def _read_again(self, group: GroupMemory, index: int) -> Tensor:
+    def _read_first(self, group: GroupMemory) -> Tensor:
         with self._keeper:
-            return self._keeper.restore_again(group, index)
+            return self._keeper.restore_first(group)
 
     def _end_backward(self, group: GroupMemory) -> None:
         with self._keeper:
@@ -760,7 +759,7 @@ class StashedRows:
 
     If `place` returns pages, the owner computes the tensors in them. After `read` it calls `done`, and before that
     `add_reader` for each product that may read the rows later. The pages are released once all of these have ended.
-    Pages with copies are released by `read`, unless the stash expects weight gradients to be computed later.
+    Pages with copies are released by `read`, unless the stash expects that weight gradients are computed later.
 
     Use it as a context manager around the group's forward: an exception marks the step as incomplete. No one may write
     to the tensors after `save`: copies into pages may still be reading them, and changes are not detected.
@@ -893,11 +892,16 @@ class StashedRows:
         self._num_readers += 1
         return RowsReader(self)
 
+    def _reads_again(self) -> bool:
+        return self._stash._keeper.reads_again(self._group)
+
     def _read_again(self) -> Tensor:
         """Copies the first tensor that `save` received back from its pages once more."""
-        assert self._first is not None, "read by the group's backward"
-        memory = self._stash._read_again(self._group, 0)
-        return self._first.over(memory, self._group.places[0].first_byte)
+        memory = self._stash._read_first(self._group)
+        if self._first is not None:
+            return self._first.over(memory, self._group.places[0].first_byte)
+        rows = self._group.placed[0]
+        return memory.view(rows.dtype)[: rows.max_rows * rows.width].view(rows.shape)
 
     def done(self, *, has_failed: bool = False) -> None:
         """Ends a backward. Pages that it has not released are released once all of their readers have ended.
@@ -924,7 +928,8 @@ class StashedRows:
         self._stash._keeper.check_readable(self._group)
 
     def _can_be_deferred(self) -> bool:
-        return self._stash._keeper.keeps_for_readers(self._group)
+        # Rows that were copied back are in memory of their own.
+        return not self._is_placed or self._stash._keeper.keeps_for_readers(self._group)
 
     def __enter__(self) -> "StashedRows":
         return self
@@ -942,23 +947,26 @@ class RowsReader:
         self._rows: StashedRows | None = rows
 
     @property
+    def reads_again(self) -> bool:
+        """Whether a product of a later backward must call `restored` instead of reading the rows where they are."""
+        return self._rows is not None and self._rows._reads_again()
+
+    @property
     def can_be_deferred(self) -> bool:
         """Whether the product may read the rows after other groups have computed."""
         return self._rows is not None and self._rows._can_be_deferred()
 
     def restored(self) -> Tensor:
-        """Returns the first tensor that was saved, of a group that has copied it into pages, once more.
-
-        [C, W], any dtype, in memory of its own.
-        """
+        """Copies the first tensor that was saved from its pages: [C, W], any dtype, in memory of its own."""
         assert self._rows is not None, "a product reads its rows once"
         return self._rows._read_again()
 
-    def kept(self, rows: PagedRows) -> "tuple[PagedRows, RowsReader | None]":
+    def kept(self, rows: Rows) -> "tuple[Rows, RowsReader | None]":
         """Returns the rows, [C, W], any dtype, and their reader, for a product of a later backward.
 
         Rows whose pages other groups will overwrite are copied, and then need no reader.
         """
+        assert type(rows) is PagedRows, "copies of rows are read again"
         if self.can_be_deferred:
             return rows, self
         self.begin()
