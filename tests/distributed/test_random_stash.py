@@ -158,6 +158,9 @@ def drawn(ranks: int, number: int, attempt: int) -> Draw:
     if one.ep * one.etp > 1 and flags["moe-token-dispatcher-type"] == "alltoall":
         # Only with the stash, so that the run without it also shows that overlap changes nothing.
         pool |= choose.choice([{}, PAIRS, {**PAIRS, **DELAYED}])
+    if one.pp > 1 and not pool.keys() & PAIRS.keys():
+        # Likewise, and the parts of the model remain where they are.
+        pool |= choose.choice([{}, {"pipeline-schedule": "zb-h1"}])
     sizes = {"e": experts, "H": hidden, "F": ffn, "2F": 2 * ffn if is_gated else 0, "r": rank or 0, "page": page}
     return Draw(flags, pool, sizes)
 
