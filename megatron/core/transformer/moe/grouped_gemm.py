@@ -13,7 +13,7 @@ forward. torch's kernel would first write a temporary of the weights' size. fp64
 import enum
 import functools
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
@@ -170,6 +170,10 @@ class ExpertGrads:
         rows, reader = self.reader.kept(self.rows)
         return replace(self, rows=rows, grad=grad, reader=reader)
 
+    def with_rows(self, rows: Rows) -> "ExpertGrads":
+        """Returns the product of other rows: [R, I], the same dtype."""
+        return replace(self, rows=rows)
+
     def _detached_rows(self) -> Rows:
         return self.rows if type(self.rows) is PagedRows else self.rows.detach()
 
@@ -180,6 +184,14 @@ class ExpertGrads:
         return list(zip(_split_sync(self.rows, self.offsets), _split_sync(self.grad, self.offsets)))
 
 
+class RowsProduct(WeightGrad, Protocol):
+    """A product of input rows, which may be replaced."""
+
+    def with_rows(self, rows: Rows) -> "RowsProduct":
+        """Returns the product of other rows: [R, W], the same dtype."""
+        ...
+
+
 @dataclass(frozen=True)
 class ReadAgain:
     """WeightGrad whose input rows a stash copies back from its pages when it is computed.
@@ -187,18 +199,18 @@ class ReadAgain:
     product: without rows. reader: of the rows.
     """
 
-    product: Any
+    product: RowsProduct
     reader: RowsReader
 
     def compute(self) -> Tensor:
         """Returns the gradient: [*weight shape], the dtype of the rows."""
-        found: Tensor = self._with_rows().compute()
+        found = self._with_rows().compute()
         self.reader.end()
         return found
 
     def fits(self, out: Tensor) -> bool:
         """Returns whether add_to supports the dtype and device of `out`: [*weight shape], any float dtype."""
-        return bool(self.product.fits(out))
+        return self.product.fits(out)
 
     def add_to(self, out: Tensor, *, scale: float, is_zero: bool) -> None:
         """Adds scale times the gradient to `out`: [*weight shape], a dtype that fits. is_zero: overwrite `out`."""
@@ -209,11 +221,13 @@ class ReadAgain:
         """Returns the product itself, which holds no graph."""
         return self
 
-    kept = detached
+    def kept(self) -> "ReadAgain":
+        """Returns the product itself, whose rows are in pages until it reads them."""
+        return self
 
-    def _with_rows(self) -> Any:
+    def _with_rows(self) -> WeightGrad:
         self.reader.begin()
-        return replace(self.product, rows=self.reader.restored())
+        return self.product.with_rows(self.reader.restored())
 
 
 def without_rows(rows: Rows) -> Tensor:

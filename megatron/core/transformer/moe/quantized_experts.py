@@ -184,6 +184,10 @@ class QuantizedGrads:
         rows, reader = self.reader.kept(self.rows)
         return replace(self, rows=rows, reader=reader)
 
+    def with_rows(self, rows: Rows) -> "QuantizedGrads":
+        """Returns the product of other rows: [R, row_bytes(I)], uint8."""
+        return replace(self, rows=rows)
+
     def _columns(self, packed: Rows, width: int) -> Tensor:
         columns = self.form.empty_rows(width, packed.shape[0], device=packed.device)
         memory, places = operand("packed", packed)

@@ -881,12 +881,14 @@ class StashedRows:
         tensors = self._kept or [view.over(memory.bytes, memory.first_byte) for view, memory in self._restored]
         if not keep:
             if self._group.keeps_pages and self._restored:
-                self._num_readers, self._backward, self._first = 1, current_backward_id(), self._restored[0][0]
+                # The backward that runs is the first reader, until it calls `done`.
+                self._num_readers, self._backward = 1, current_backward_id()
+                self._first = self._restored[0][0]
             self._kept, self._restored = [], []
         return [*tensors]
 
     def add_reader(self) -> "RowsReader | None":
-        """Adds a product that will read rows in pages, also after `done`; None if this backward releases the pages."""
+        """Adds a product that reads the first saved tensor, possibly after `done`; None if its pages were released."""
         if not self._num_readers:
             return None
         self._num_readers += 1
