@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from megatron.core.config_field import require_defaults
 from megatron.core.device import default_device
-from megatron.core.pipeline_placement import Placement, check_chunks, placement_of
+from megatron.core.pipeline_placement import V_SCHEDULES, Placement, check_chunks, placement_of
 from megatron.core.process_groups_config import (
     EXISTING,
     ProcessGroupCollection,
@@ -764,6 +764,17 @@ def get_pipeline_model_parallel_prev_rank() -> int:
 def _stage_at_distance(steps: int) -> int:
     pipeline = _group("pp")
     return dist.get_global_rank(pipeline, (group_rank(pipeline) + steps) % group_size(pipeline))
+
+
+def check_placement(schedule: str) -> None:
+    """Raises ValueError if the groups were built for another placement of chunks than that of a pipeline_schedule."""
+    placement = _REGISTRY.placement
+    if EXISTING.groups is not None and placement.num_stages > 1 and placement.is_v != (schedule in V_SCHEDULES):
+        built = " or ".join(V_SCHEDULES) if placement.is_v else "1f1b or zb-h1"
+        raise ValueError(
+            f"pipeline_schedule is {schedule}, and initialize_model_parallel was called with a pipeline_schedule of "
+            f"{built}: must be the same, because it determines which stage holds which part of the model"
+        )
 
 
 def get_virtual_pipeline_model_parallel_world_size() -> int | None:

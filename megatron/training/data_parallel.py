@@ -13,8 +13,8 @@ from megatron.core.distributed import (
     TorchFullyShardedDataParallel,
     build_launch_order,
 )
-from megatron.core.distributed.consistency import follow_owner_on_stage
 from megatron.core.parallel_state import get_process_groups
+from megatron.core.tensor_parallel.tied_weights import follow_owner_on_stage
 from megatron.core.utils import get_model_config
 from megatron.training.config import RunConfig
 

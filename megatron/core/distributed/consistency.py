@@ -226,29 +226,6 @@ def follow_owner(module: nn.Module, group: dist.ProcessGroup | None) -> None:
         dist.broadcast(param.data, group=group, group_src=0)
 
 
-def follow_owner_on_stage(chunks: Sequence[nn.Module]) -> None:
-    """Does the same as follow_owner for a stage that holds both ends of the model, in different chunks.
-
-    chunks: all chunks of the stage. Raises ValueError if shapes or dtypes differ. Does nothing for other stages.
-    """
-    tied = [
-        (name, param)
-        for chunk in chunks
-        for name, param in chunk.named_parameters()
-        if param_facts(param).shared_embedding
-    ]
-    owners = [one for one in tied if not param_facts(one[1]).shared]
-    copies = [one for one in tied if param_facts(one[1]).shared]
-    for (name, owner), (copy_name, copy) in zip(owners, copies):
-        if (owner.shape, owner.dtype) != (copy.shape, copy.dtype):
-            raise ValueError(
-                f"tied weight {name} is {owner.dtype} of shape {list(owner.shape)} and {copy_name} is {copy.dtype} of "
-                f"shape {list(copy.shape)}: must be identical"
-            )
-        copy.requires_grad_(owner.requires_grad)
-        copy.data.copy_(owner.data)
-
-
 # Replicas at the start of a run, compared by parameter name.
 
 

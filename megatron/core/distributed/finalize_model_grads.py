@@ -14,10 +14,12 @@ from torch import nn
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.distributed.collectives import all_reduce_, rank_ordered_all_reduce_
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
+from megatron.core.distributed.layout import ParamSlot
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.pipeline_placement import configured_placement
 from megatron.core.process_groups_config import ProcessGroupCollection, group_rank, group_size
 from megatron.core.tensor_parallel.param_attributes import param_facts
+from megatron.core.tensor_parallel.tied_weights import owners_and_copies
 from megatron.core.utils import unwrap_model
 
 _Kind = TypeVar("_Kind")
@@ -149,8 +151,7 @@ def _reduce_partial_grads(chunk: _BaseDataParallel, group: dist.ProcessGroup | N
 def _reduce_shared_grads(chunks: Sequence[_BaseDataParallel], group: dist.ProcessGroup | None) -> None:
     """Sums the gradients of the tied (shared) embedding weights over `group` (embd), the stages of both ends.
 
-    In a V, one stage holds both ends and adds the gradients of its chunks. A sum of two numbers is the same in any
-    order, so the copies stay bit-identical. Raises ValueError if one of two tied weights on this stage is frozen.
+    A sum of two numbers is the same in any order, so the copies stay bit-identical.
     """
     tied = [
         (slot, buffer.owned_grads(slot))
@@ -164,19 +165,26 @@ def _reduce_shared_grads(chunks: Sequence[_BaseDataParallel], group: dist.Proces
             for part in parts:
                 dist.all_reduce(part, group=group)
     else:
-        owners = [one for one in tied if not param_facts(one[0].param).shared]
-        copies = [one for one in tied if param_facts(one[0].param).shared]
-        if len(owners) != len(copies):
-            alone = (owners or copies)[0][0].name
-            raise ValueError(
-                f"{alone} is trained, and the weight of this stage that it is tied to is frozen: requires_grad must be "
-                "equal when DistributedDataParallel wraps the chunks"
-            )
-        for (_, of_owner), (_, of_copy) in zip(owners, copies):
-            for one, other in zip(of_owner, of_copy, strict=True):
-                other.copy_(one.add_(other))
+        _add_grads_of_ends(tied)
     for slot, _ in tied:
         slot.copy_from_comm()
+
+
+def _add_grads_of_ends(tied: Sequence[tuple[ParamSlot, Sequence[torch.Tensor]]]) -> None:
+    """Sums the gradients of tied weights whose owner and copy are both on this stage, as in a V.
+
+    tied: each weight with this rank's parts of its gradient, [*] each. Raises ValueError if one of two is frozen.
+    """
+    owners, copies = owners_and_copies((one[0].param, one) for one in tied)
+    if len(owners) != len(copies):
+        raise ValueError(
+            f"{(owners or copies)[0][0].name} is trained, and the weight of this stage that it is tied to is frozen: "
+            "requires_grad must be equal when DistributedDataParallel wraps the chunks"
+        )
+    for (_, of_owner), (_, of_copy) in zip(owners, copies, strict=True):
+        for one, other in zip(of_owner, of_copy, strict=True):
+            one.add_(other)
+            other.copy_(one)
 
 
 def _divide_by_tokens(

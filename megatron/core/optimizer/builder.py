@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from megatron.core.distributed.consistency import follow_owner_on_stage
 from megatron.core.distributed.data_parallel_base import _BaseDataParallel, require_wrapped
 from megatron.core.distributed.distributed_data_parallel_config import DistributedDataParallelConfig
 from megatron.core.distributed.layout import FlatBuffer, ParamSlot
@@ -45,7 +44,12 @@ from megatron.core.optimizer.param_groups import ConfigOverrides, GroupKey, Para
 from megatron.core.optimizer.stored_floats import masters_for
 from megatron.core.parallel_state import existing_process_groups
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
-from megatron.core.tensor_parallel.param_attributes import HasWeightMatrices, MatrixWindow, param_facts
+from megatron.core.tensor_parallel.param_attributes import (
+    HasWeightMatrices,
+    MatrixWindow,
+    param_facts,
+)
+from megatron.core.tensor_parallel.tied_weights import follow_owner_on_stage, owners_and_copies
 
 # Names of attention weights that contain several matrices.
 _PROJECTIONS = ("linear_qkv.weight", "linear_kv_up_proj.weight", "linear_kv_down_proj.weight")
@@ -269,8 +273,7 @@ def _agree_on_groups(
     RemoteRankError if another rank has such an error.
     """
     with _all_parts_agree(groups):
-        copies = [slot.name for slot in slots if param_facts(slot.param).shared]
-        owners = [slot.name for slot in slots if _is_tied_owner(slot.param)]
+        owners, copies = owners_and_copies((slot.param, slot.name) for slot in slots)
         if len(owners) < len(copies) and group_size(groups.embd) == 1:
             raise ValueError(
                 f"pg_collection.embd is {groups.embd}: must be the group of the first and the last stage, because "
@@ -311,18 +314,13 @@ def _owners_keys(
 
     In a dry run, which cannot query the owner, derives the groups from the copies' names.
     """
-    copies = [slot.param for slot in slots if param_facts(slot.param).shared]
+    owners, copies = owners_and_copies((slot.param, slot.param) for slot in slots)
     if is_fake(groups.embd):
         return {e.param: grouping.key_of(e.name, e.param) for e in slots if param_facts(e.param).shared}
-    owned = [keys[e.param] for e in slots if _is_tied_owner(e.param)]
+    owned = [keys[param] for param in owners]
     # Sent by the owner, because only the owner has the parameter that attributes and predicates inspect.
     of_first_stage = gather_objects(owned, groups.embd)[0]
     return dict(zip(copies, of_first_stage, strict=True)) if copies else {}
-
-
-def _is_tied_owner(param: nn.Parameter) -> bool:
-    facts = param_facts(param)
-    return facts.shared_embedding and not facts.shared
 
 
 @contextmanager

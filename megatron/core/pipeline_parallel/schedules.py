@@ -15,12 +15,17 @@ from torch import nn
 from megatron.core.config_field import require_defaults
 from megatron.core.device.trace_ranges import trace_range
 from megatron.core.model_parallel_config import ModelParallelConfig
-from megatron.core.parallel_state import existing_process_groups, get_virtual_pipeline_model_parallel_world_size
+from megatron.core.parallel_state import (
+    check_placement,
+    existing_process_groups,
+    get_virtual_pipeline_model_parallel_world_size,
+)
 from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from megatron.core.pipeline_parallel.runner import ForwardStep, ScheduleRunner
 from megatron.core.pipeline_parallel.schedule import configured_schedule, pipeline_of
 from megatron.core.pipeline_parallel.transfers import pipeline_programs
 from megatron.core.process_groups_config import ProcessGroupCollection, group_size
+from megatron.core.tensor_parallel.tied_weights import follow_owner_once
 from megatron.core.utils import get_model_config
 
 ForwardBackward = Callable[..., list[Any]]
@@ -88,8 +93,8 @@ def forward_backward(
     exchange tensors of shape [seq_length / cp (and / tp under sequence parallelism), micro_batch_size, hidden_size],
     hidden_dtype; unused without stages. collect_non_loss_data, with forward_only: see ScheduleRunner. pg_collection:
     the groups of this rank; None means the groups of parallel_state, if there are any. rest: other keywords of
-    Megatron, see check_rest. Returns the loss function's report of each microbatch on the last stage, an empty list on
-    other stages. A report maps names to tensors, [] or [2] (sum, count), fp32.
+    Megatron, see check_rest. Returns the loss function's report of each microbatch on the stage with the last part of
+    the model, an empty list on other stages. A report maps names to tensors, [] or [2] (sum, count), fp32.
     """
     check_rest(rest, seq_length=seq_length)
     if collect_non_loss_data and not forward_only:
@@ -103,8 +108,14 @@ def forward_backward(
     groups = pg_collection or existing_process_groups()
     communicator = _communicator(rest.get("p2p_communicator"), groups, config)
     schedule = configured_schedule(config)
+    pipeline = pipeline_of(schedule, communicator.num_stages, len(chunks))
+    if pg_collection is None and communicator.num_stages > 1:
+        check_placement(config.pipeline_schedule)
+    if pipeline.is_v and communicator.stage == pipeline.loss_stage:
+        # The wrapper of a chunk does not see the other chunk, which may have a copy of its embeddings.
+        follow_owner_once(chunks)
     programs = pipeline_programs(
-        pipeline_of(schedule, communicator.num_stages, len(chunks)),
+        pipeline,
         num_microbatches,
         schedule,
         without_backward=forward_only,

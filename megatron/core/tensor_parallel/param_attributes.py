@@ -117,6 +117,16 @@ def mark_shared(param: nn.Parameter, *, is_copy: bool) -> None:
     vars(param).update(shared=is_copy, shared_embedding=True)
 
 
+def mark_followed(param: nn.Parameter) -> None:
+    """Marks a copy of a tied weight that has received the values of its owner on the same stage."""
+    vars(param).update(has_followed=True)
+
+
+def has_followed(param: nn.Parameter) -> bool:
+    """Returns whether mark_followed was called for a parameter."""
+    return "has_followed" in vars(param)
+
+
 def mark_width(param: nn.Parameter, width_mult: float) -> None:
     """Sets the `width_mult` attribute of a matrix, by which optimizers divide its learning rate."""
     vars(param).update(width_mult=width_mult)
