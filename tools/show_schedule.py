@@ -81,6 +81,8 @@ def check_options(options: argparse.Namespace) -> None:
     ):
         if number < 1:
             raise ValueError(f"--{name} is {number}: must be at least 1")
+    if options.schedule in V_SCHEDULES and options.stages > 1 and chunks_of(options) != 2:
+        raise ValueError(f"--chunks is {options.chunks}: must be 2 with --schedule {options.schedule}, or be omitted")
     if options.steps is not None and not 0 <= options.steps < options.stages:
         raise ValueError(f"--steps is {options.steps}: must be a stage, from 0 to {options.stages - 1}")
 

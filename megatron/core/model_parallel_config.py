@@ -144,7 +144,8 @@ class PipelineConfig:
         "virtual stages. zb-h1 delays the computation of weight gradients to fill the time in which stages would wait. "
         "zbv does so with two chunks per stage, placed in a V: the first stage holds both ends of the model, and "
         "stages wait only at the beginning. dualpipev is zbv with pairs of passes for "
-        "--overlap-moe-expert-parallel-comm, which it requires. Results are the same.",
+        "--overlap-moe-expert-parallel-comm, which it requires. Results are the same, except that dropout draws other "
+        "numbers if layers are on other stages.",
         choices=("1f1b", "zb-h1", *V_SCHEDULES),
     )
     microbatch_group_size_per_vp_stage: int | None = config_field(

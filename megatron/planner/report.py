@@ -17,6 +17,7 @@ from torch import nn
 
 from megatron.core.files import replaced_file
 from megatron.core.optimizer.param_groups import ConfigOverrides
+from megatron.core.pipeline_placement import configured_placement
 from megatron.pages.page import MissingPackageError
 from megatron.planner.fit import Fit, Planner, fit_of, with_change
 from megatron.planner.layout_search import Advice, Found
@@ -104,6 +105,9 @@ def print_plan(
     lines = [*plan_lines(plan, run_config), *([] if step is None else time_lines(step, plan))]
     if schedules:
         lines.append(f"schedules: {schedule_line(schedules, given=run_config.transformer.pipeline_schedule)}")
+    elif configured_placement(run_config.transformer).is_v:
+        given = run_config.transformer.pipeline_schedule
+        lines.append(f"schedules: {given} alone is planned; a plan with 1f1b and one chunk per stage compares all")
     lines.append(fit.line)
     if not fit.fits:
         lines.append(_OTHER_LAYOUTS)

@@ -148,7 +148,7 @@ class Schedule(NamedTuple):
     """How the passes of a step are ordered, for any number of stages and microbatches.
 
     group_size: see interleaved_schedule; None means the number of stages. paired: whether a backward and the forward of
-    another microbatch form a pair after the warm-up. ZB_H1 and ZBV have no pairs, and DUALPIPEV always has.
+    another microbatch form a pair after the warm-up. ZB_H1 and ZBV have no pairs, and DUALPIPEV has them in any case.
     """
 
     kind: ScheduleKind = ScheduleKind.ONE_F_ONE_B
@@ -248,8 +248,8 @@ def zero_bubble_h1(stage: int, num_stages: int, *, num_microbatches: int) -> lis
 def zero_bubble_v(stage: int, num_stages: int, *, num_microbatches: int) -> list[Action]:
     """Lists the ZBV schedule of a stage with two chunks, placed in a V.
 
-    Stages only wait for the first microbatch, if all passes of a chunk take equally long and there are at least
-    2 num_stages - 1 microbatches: num_stages - 1 forwards of a chunk. At most 2 num_stages forwards of a chunk are
+    Stages wait for num_stages - 1 forwards of a chunk, if all passes of a chunk take equally long and there are at
+    least 2 num_stages - 2 microbatches. At most 2 num_stages forwards of a chunk are
     before their weight pass, as much memory as on the first stage of 1F1B (Qi et al. 2024, "Pipeline Parallelism with
     Controllable Memory"). Any number of microbatches is allowed.
     """
@@ -258,11 +258,14 @@ def zero_bubble_v(stage: int, num_stages: int, *, num_microbatches: int) -> list
     padded = max(num_microbatches, 2 * num_stages - 1)
     remaining = num_stages - stage
     order = _numbered(
+        # Warm-up, until the first microbatch has returned to this stage, and until its backward reaches chunk 0.
         ("F0", 2 * remaining - 1),
         ("F1 F0", stage),
         ("F1 b1 W1", remaining),
+        # All passes in turns, then without new microbatches.
         ("F0 b0 W0 F1 b1 W1", padded - 2 * num_stages + stage + 1),
         ("b0 W0 F1 b1 W1", remaining - 1),
+        # Backwards that earlier stages wait for, and weight passes while this stage waits.
         ("b0 b1", stage),
         ("b0 W0", remaining),
         ("W1", stage),
@@ -284,11 +287,14 @@ def dualpipe_v(stage: int, num_stages: int, *, num_microbatches: int) -> list[Ac
     following = num_stages - stage - 1
     half, is_odd = divmod(stage + 1, 2)
     return _numbered(
+        # Warm-up, as in zero_bubble_v.
         ("F0", 2 * following),
         ("F0 F1", stage + 1),
         ("b1 W1 F1", following),
+        # Pairs, then without new microbatches.
         ("B1+F0 B0+F1", num_microbatches - 2 * num_stages + stage + 1),
         ("B1 B0+F1", following),
+        # Backwards, of which the second half leaves weight passes for the time in which this stage waits.
         ("B1 B0", half),
         ("B1 b0", is_odd),
         ("b1 b0", half),
@@ -409,10 +415,10 @@ def stage_orders(
     kind, group_size, paired = schedule
     if pipeline.num_stages > 1:
         _check_kind(kind, pipeline, paired=paired)
-        listed = _LISTED.get(kind)
-        if listed is not None:
+        fixed = _FIXED_ORDERS.get(kind)
+        if fixed is not None:
             return [
-                list(listed(stage, pipeline.num_stages, num_microbatches=num_microbatches))
+                list(fixed(stage, pipeline.num_stages, num_microbatches=num_microbatches))
                 for stage in range(pipeline.num_stages)
             ]
     if pipeline.num_chunks > 1:
@@ -433,13 +439,13 @@ def stage_orders(
     ]
 
 
-class _Listed(Protocol):
+class _FixedOrder(Protocol):
     """A schedule that depends on nothing but the numbers of stages and microbatches."""
 
     def __call__(self, stage: int, num_stages: int, *, num_microbatches: int) -> Order: ...
 
 
-_LISTED: dict[ScheduleKind, _Listed] = {
+_FIXED_ORDERS: dict[ScheduleKind, _FixedOrder] = {
     ScheduleKind.ZB_H1: zero_bubble_h1,
     ScheduleKind.ZBV: zero_bubble_v,
     ScheduleKind.DUALPIPEV: dualpipe_v,
