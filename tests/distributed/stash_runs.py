@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from unittest.mock import patch
 
 from megatron.core.transformer.moe.paged_stash import Counter, StashEvent
-from megatron.core.transformer.moe.paged_stash.stash_order import StashOrder
+from megatron.core.transformer.moe.paged_stash.arithmetic import GroupRows, simulate
+from megatron.core.transformer.moe.paged_stash.stash_order import StashOrder, late_groups
 from megatron.training.callbacks import Callback, StepReport
-from megatron.training.step.expert_memory import ExpertMemory
+from megatron.training.step.expert_memory import ExpertMemory, StepFigures, rows_by_group
 from tests.distributed.tiny_runs import Setup, TrainedRun, started_run
 from tests.functional_tests.case import Flags, command_line, read_bases
 
@@ -88,6 +89,24 @@ class Trained(TrainedRun):
 _observe = StashOrder.observe
 
 
+def _check_counters(figures: StepFigures) -> None:
+    """Asserts that the pages in use were those of the simulated pool, if all are released in weight passes.
+
+    A prefetch may release other pages earlier than the simulation.
+    """
+    assert figures.layout is not None
+    rows = rows_by_group(figures.passes, figures.rows)
+    if late_groups(figures.events) != rows.keys():
+        return
+    simulated = simulate(
+        figures.events,
+        lambda group: GroupRows(figures.specs[group[0]], rows[group]),
+        layout=figures.layout,
+        reserve=figures.reserve,
+    )
+    assert simulated.counters == figures.counters
+
+
 class _Watch(Callback):
     """Records the statistics of a stash; asserts that it follows its schedule and uses no page between steps."""
 
@@ -109,6 +128,7 @@ class _Watch(Callback):
         assert not stash.order.departed
         assert self._seen[-len(figures.events) :] == list(figures.events)
         self._seen = []
+        _check_counters(figures)
         stash.pool.check_integrity_sync()
         left = stash.pool.occupancy_sync()
         assert (left.device_held, left.host_held) == (0, 0)
