@@ -153,6 +153,9 @@ def _reduce_shared_grads(chunks: Sequence[_BaseDataParallel], group: dist.Proces
 
     A sum of two numbers is the same in any order, so the copies stay bit-identical.
     """
+    # Otherwise no stage has a copy.
+    if group_size(group) == 1 and not (chunks and configured_placement(chunks[0].config).is_v):
+        return
     tied = [
         (slot, buffer.owned_grads(slot))
         for chunk in chunks

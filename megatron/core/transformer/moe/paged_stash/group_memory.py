@@ -532,7 +532,8 @@ class PageKeeper:
         try:
             with self._restore_stream.behind_main(pages.stashed):
                 self.pool.restore(pages.group, rows, num_programs=0 if is_awaited else self._num_programs)
-                self._decode(group, pages, indices, rows, targets)
+                if pages.num_rows is not None:
+                    self._decode(group, pages, indices, rows, targets)
                 is_launched = True
                 # Set before the release, so that after an interruption in between nothing is copied from the pages
                 # twice.
@@ -559,7 +560,7 @@ class PageKeeper:
         try:
             with self._restore_stream.behind_main():
                 self.pool.restore(pages.group, rows, only=index)
-                if not pages.computed:
+                if pages.num_rows is not None:
                     self._decode(group, pages, [index], rows, targets)
         finally:
             # The main stream uses the memory afterwards, or, after an exception, frees it.
@@ -570,12 +571,14 @@ class PageKeeper:
         self, group: GroupMemory, pages: GroupPages, indices: Sequence[int]
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Allocates memory for blocks of a group: [n] each, uint8, and the parts that a copy back writes to."""
-        targets = [self.pool.restored.take(group.places[index].end) for index in indices]
-        rows = []
-        for index, target in zip(indices, targets, strict=True):
-            place, spec = group.places[index], pages.group.tensors[index].spec
-            is_encoded = place.encoded_width > 0
-            rows.append(self.pool.restored.take(spec.max_bytes) if is_encoded else target[place.lead : place.end])
+        take, places, tensors = self.pool.restored.take, group.places, pages.group.tensors
+        targets = [take(places[index].end) for index in indices]
+        rows = [
+            take(tensors[index].spec.max_bytes)
+            if places[index].encoded_width
+            else target[places[index].lead : places[index].end]
+            for index, target in zip(indices, targets, strict=True)
+        ]
         return targets, rows
 
     @staticmethod
@@ -587,8 +590,7 @@ class PageKeeper:
         targets: Sequence[Tensor],
     ) -> None:
         """Decodes the copied rows of those blocks whose rows are encoded. rows, targets: as in _targets."""
-        if pages.num_rows is None:
-            return
+        assert pages.num_rows is not None, "set with encoded rows"
         for index, encoded, target in zip(indices, rows, targets, strict=True):
             place, spec = group.places[index], pages.group.tensors[index].spec
             if place.encoded_width:
