@@ -5,7 +5,7 @@ registry and pass a ProcessGroupCollection to components. No forward reads the r
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -290,8 +290,9 @@ def initialize_model_parallel(
     if EXISTING.groups is not None:
         raise RuntimeError("model parallel groups already exist: call destroy_model_parallel() first")
     check_optional_size("expert_tensor_parallel_size", expert_tensor_parallel_size)
-    check_virtual_size(virtual_pipeline_model_parallel_size, pipeline_model_parallel_size)
-    check_chunks(pipeline_schedule, pipeline_model_parallel_size, virtual_pipeline_model_parallel_size)
+    virtual_size = virtual_pipeline_model_parallel_size
+    check_virtual_size(virtual_size, pipeline_model_parallel_size)
+    check_chunks(pipeline_schedule, pipeline_model_parallel_size, virtual_size)
     check_hierarchy(hierarchical_context_parallel_sizes, context_parallel_size)
     dense, expert = rank_grids(
         dist.get_world_size(),
@@ -304,43 +305,69 @@ def initialize_model_parallel(
         },
         order=order,
     )
+    tables = _rank_tables(dense, expert, num_instances=num_distributed_optimizer_instances)
+    placement = placement_of(pipeline_schedule, pipeline_model_parallel_size, virtual_size or 1)
+    chosen = _embedding_ranks(tables["pp"], placement, get_embedding_ranks, get_position_embedding_ranks)
+    levels = hierarchical_context_parallel_sizes and hierarchy_tables(tables["cp"], hierarchical_context_parallel_sizes)
+    timeout = timedelta(minutes=distributed_timeout_minutes)
+    groups = _make_groups(tables, chosen, levels or (), timeout=timeout, with_gloo=create_gloo_process_groups)
+    _REGISTRY.meshes = _meshes(dense, expert, groups)
+    _REGISTRY.placement, _REGISTRY.virtual_size = placement, virtual_size
+    _REGISTRY.virtual_rank = None if virtual_size is None else 0
+
+
+def _rank_tables(dense: RankGenerator, expert: RankGenerator, *, num_instances: int) -> dict[str, Tensor]:
+    """Returns the ranks of the groups of each kind, by name: [groups, ranks], int64."""
     tables = {name: dense.rank_table(axes) for name, axes in _DENSE_GROUPS.items()}
     tables |= {name: expert.rank_table(axes) for name, axes in _EXPERT_GROUPS.items()}
-    tables |= instance_tables(dense, expert, num_instances=num_distributed_optimizer_instances)
-    if num_distributed_optimizer_instances == 1:
+    tables |= instance_tables(dense, expert, num_instances=num_instances)
+    if num_instances == 1:
         del tables["inter_dist_opt"]  # its groups would have one rank each
-    placement = placement_of(pipeline_schedule, pipeline_model_parallel_size, virtual_pipeline_model_parallel_size or 1)
+    return tables
+
+
+def _embedding_ranks(
+    pipelines: Tensor, placement: Placement, choose: ChooseStages | None, choose_position: ChooseStages | None
+) -> dict[str, Tensor]:
+    """Returns the ranks of the groups embd and pos_embd of each pipeline: [pipelines, ranks], int64.
+
+    pipelines: [pipelines, stages], int64. choose, choose_position: as in initialize_model_parallel.
+    """
     # In a V, the first stage holds both ends of the model.
-    with_embeddings = default_embedding_ranks if placement.loss_stage else default_position_embedding_ranks
-    chosen = {
-        "embd": _chosen_stages(tables["pp"], get_embedding_ranks or with_embeddings, "get_embedding_ranks"),
+    by_default = default_embedding_ranks if placement.loss_stage else default_position_embedding_ranks
+    return {
+        "embd": _chosen_stages(pipelines, choose or by_default, "get_embedding_ranks"),
         "pos_embd": _chosen_stages(
-            tables["pp"],
-            get_position_embedding_ranks or default_position_embedding_ranks,
-            "get_position_embedding_ranks",
+            pipelines, choose_position or default_position_embedding_ranks, "get_position_embedding_ranks"
         ),
     }
-    levels = hierarchical_context_parallel_sizes and hierarchy_tables(tables["cp"], hierarchical_context_parallel_sizes)
+
+
+def _make_groups(
+    tables: Mapping[str, Tensor],
+    chosen: Mapping[str, Tensor],
+    levels: Sequence[Tensor],
+    *,
+    timeout: timedelta,
+    with_gloo: bool,
+) -> ProcessGroupCollection:
+    """Builds and registers the groups of all kinds. Collective: all ranks build them in the same order.
+
+    tables, chosen: ranks by kind, [groups, ranks], int64. levels: those of hierarchical context parallelism. with_gloo:
+    whether to build data-parallel groups with a CPU backend.
+    """
     _REGISTRY.world = dist.group.WORLD
     backends = _backends()
-    timeout = timedelta(minutes=distributed_timeout_minutes)
     maker = _GroupMaker(timeout, _REGISTRY.made, backend=backends[default_device().type])
     groups: dict[str, Any] = {name: maker.own_group(table, name) for name, table in tables.items()}
     on_host = maker.for_backend(backends["cpu"]) if "cpu" in backends else None
     groups |= {f"{name}_host": on_host and on_host.own_group(tables[name], name) for name in _HOST_GROUPS}
     groups |= {name: maker.own_group(table, name) for name, table in chosen.items()}
-    groups["hcp"] = [maker.own_group(table, f"hcp_{level}") for level, table in enumerate(levels or ())]
-    EXISTING.groups = ProcessGroupCollection(**groups)
-    if create_gloo_process_groups and on_host is not None:
+    groups["hcp"] = [maker.own_group(table, f"hcp_{level}") for level, table in enumerate(levels)]
+    EXISTING.groups = collection = ProcessGroupCollection(**groups)
+    if with_gloo and on_host is not None:
         EXISTING.hosts = {groups[name]: _built(on_host.own_group(tables[name], name)) for name in _GLOO_GROUPS}
-    _REGISTRY.meshes = {
-        "dense": _mesh(dense, {"tp": groups["tp"], "cp": groups["cp"], "dp": groups["dp"], "pp": groups["pp"]}),
-        "expert": _mesh(
-            expert, {"tp": groups["expt_tp"], "ep": groups["ep"], "dp": groups["expt_dp"], "pp": groups["pp"]}
-        ),
-    }
-    _REGISTRY.virtual_size, _REGISTRY.placement = virtual_pipeline_model_parallel_size, placement
-    _REGISTRY.virtual_rank = None if virtual_pipeline_model_parallel_size is None else 0
+    return collection
 
 
 def _chosen_stages(pipelines: Tensor, choose: ChooseStages, name: str) -> Tensor:
@@ -418,6 +445,14 @@ class _GroupMaker:
 def _backends() -> dict[str, str]:
     """Returns the backend of the default group for each device type."""
     return dict(pair.split(":") for pair in dist.get_backend_config().split(","))
+
+
+def _meshes(dense: RankGenerator, expert: RankGenerator, groups: ProcessGroupCollection) -> dict[str, DeviceMesh]:
+    """Returns the DeviceMesh of dense and of expert layers."""
+    return {
+        "dense": _mesh(dense, {"tp": groups.tp, "cp": groups.cp, "dp": groups.dp, "pp": groups.pp}),
+        "expert": _mesh(expert, {"tp": groups.expt_tp, "ep": groups.ep, "dp": groups.expt_dp, "pp": groups.pp}),
+    }
 
 
 def _mesh(grid: RankGenerator, groups: dict[str, ProcessGroup | None]) -> DeviceMesh:
