@@ -249,9 +249,9 @@ def zero_bubble_v(stage: int, num_stages: int, *, num_microbatches: int) -> list
     """Lists the ZBV schedule of a stage with two chunks, placed in a V.
 
     Stages wait for num_stages - 1 forwards of a chunk, if all passes of a chunk take equally long and there are at
-    least 2 num_stages - 2 microbatches. At most 2 num_stages forwards of a chunk are
-    before their weight pass, as much memory as on the first stage of 1F1B (Qi et al. 2024, "Pipeline Parallelism with
-    Controllable Memory"). Any number of microbatches is allowed.
+    least 2 num_stages - 2 microbatches. At most 2 num_stages forwards of a chunk are before their weight pass, which is
+    the memory of the first stage of 1F1B (Qi et al. 2024, "Pipeline Parallelism with Controllable Memory"). Any number
+    of microbatches is allowed.
     """
     if num_microbatches <= num_stages:
         return _v_of_few(stage, num_stages, num_microbatches=num_microbatches)
