@@ -153,8 +153,8 @@ def _reduce_shared_grads(chunks: Sequence[_BaseDataParallel], group: dist.Proces
 
     A sum of two numbers is the same in any order, so the copies stay bit-identical.
     """
-    # Otherwise no stage has a copy.
-    if group_size(group) == 1 and not (chunks and configured_placement(chunks[0].config).is_v):
+    # Only in a V are owner and copy in two chunks of one stage.
+    if group_size(group) == 1 and (len(chunks) < 2 or not configured_placement(chunks[0].config).is_v):
         return
     tied = [
         (slot, buffer.owned_grads(slot))
@@ -223,6 +223,9 @@ def _total_tokens(
 
 
 def _loss_stage(chunk: _BaseDataParallel, pp_group: dist.ProcessGroup | None) -> int:
-    placement = configured_placement(chunk.config)
+    """Returns the stage that computes the loss."""
+    num_stages = group_size(pp_group)
+    if num_stages == 1:
+        return 0
     # A script may use groups with other sizes than the configuration of the model.
-    return placement._replace(num_stages=group_size(pp_group)).loss_stage
+    return configured_placement(chunk.config)._replace(num_stages=num_stages).loss_stage
